@@ -1,0 +1,5069 @@
+/* run.c: today's open language models in one C file.
+ * PREFACE
+ */
+#if defined(__FAST_MATH__)
+#error "run.c promises the same bits everywhere: build it without -ffast-math and -Ofast"
+#endif
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("fp-contract=off")
+#else
+#pragma STDC FP_CONTRACT OFF
+#endif
+#define VERSION "0.1"
+/* ------------------------------------------------------------------------------------------------
+ * Chapter 1. Ground
+ *
+ * What we assume of the machine, and how we die. Everything the C library does not give portably is
+ * here: mapping a file, a clock, Ctrl-C, the number of cores, threads. A fault of the user or of a file
+ * ends in die(): one line on stderr, exit status 1 (2 for wrong usage). A fault of our own is an
+ * assert. Bytes that came from a file or a user are never believed to be text: they have a length,
+ * may hold NUL, and are made harmless before they reach a terminal.
+ * Reader is the only way to read a header: a cursor that remembers its first error, so that parsing
+ * code runs straight on and asks once at the end. Team is how threads share work: one parallel region
+ * a pass, small tickets drawn from an atomic counter, so that a slow core costs its share and no more.
+ */
+#define _POSIX_C_SOURCE 200809L
+#define _FILE_OFFSET_BITS 64
+#include <assert.h>
+#include <ctype.h>
+#include <errno.h>
+#include <float.h>
+#include <limits.h>
+#include <math.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+
+// ---- strings: Str owns and grows, Span points into something else (a mapped file, a Str)
+typedef struct { char *p; size_t n, cap; } Str;
+typedef struct { const char *p; size_t n; } Span;
+#define SPAN(literal) ((Span){literal, sizeof(literal) - 1})
+
+// Error and warning lines: control characters in them came from a file or a user and are shown as '?'.
+static void say_line(const char *kind, const char *format, va_list args) {
+    char line[1024];
+    vsnprintf(line, sizeof line, format, args);
+    for (char *c = line; *c; c++)
+        if ((unsigned char)*c < 32 || *c == 127) *c = '?';
+    fflush(stdout);
+    fprintf(stderr, "%s%s\n", kind, line);
+}
+
+// The end for a user's or a file's fault; the message says what, where, the value found and expected.
+_Noreturn __attribute__((format(printf, 1, 2))) static void die(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    say_line("error: ", format, args);
+    va_end(args);
+    exit(1);
+}
+
+static void *xalloc(size_t count, size_t size) { // zeroed; never NULL
+    if (size && count > PTRDIFF_MAX / size) die("out of memory: %zu times %zu bytes", count, size);
+    void *p = calloc(count ? count : 1, size ? size : 1);
+    if (!p) die("out of memory: %zu bytes", count * size);
+    return p;
+}
+
+static void str_add(Str *s, const void *bytes, size_t n) { // s->p[s->n] is always 0 after this
+    if (n > PTRDIFF_MAX / 4 - s->n) die("out of memory: a text of more than %zu bytes", s->n);
+    if (s->n + n + 1 > s->cap) {
+        size_t cap = MAX(2 * s->cap, s->n + n + 64);
+        char *p = realloc(s->p, cap);
+        if (!p) die("out of memory: %zu bytes", cap);
+        s->p = p, s->cap = cap;
+    }
+    if (n) memcpy(s->p + s->n, bytes, n);
+    s->p[s->n += n] = 0;
+}
+
+__attribute__((format(printf, 2, 3))) static void str_printf(Str *s, const char *format, ...) {
+    char line[1024];
+    va_list args;
+    va_start(args, format);
+    int n = vsnprintf(line, sizeof line, format, args);
+    va_end(args);
+    str_add(s, line, (size_t)MIN(MAX(n, 0), (int)sizeof line - 1));
+}
+
+static void str_free(Str *s) { free(s->p), *s = (Str){0}; }
+
+static bool span_is(Span a, const char *text) {
+    return a.n == strlen(text) && !memcmp(a.p, text, a.n);
+}
+
+// ---- Map: from byte strings to their index in an array of Spans that somebody else owns.
+// Open addressing, at most half full; slot 0 means empty, else index + 1.
+typedef struct { uint32_t *slot; uint32_t mask; } Map;
+
+static uint32_t span_hash(Span s) {
+    uint64_t h = 0x9E3779B97F4A7C15u ^ s.n;
+    for (; s.n >= 8; s.p += 8, s.n -= 8) {
+        uint64_t w;
+        memcpy(&w, s.p, 8);
+        h = (h ^ w) * 0xFF51AFD7ED558CCDu, h ^= h >> 32;
+    }
+    uint64_t w = 0;
+    memcpy(&w, s.p, s.n);
+    h = (h ^ w) * 0xC4CEB9FE1A85EC53u;
+    return (uint32_t)(h >> 32 ^ h >> 7);
+}
+
+static Map map_new(size_t count) { // room for count entries, count < 2^30
+    size_t size = 16;
+    while (size < 2 * count) size *= 2;
+    return (Map){xalloc(size, sizeof(uint32_t)), (uint32_t)(size - 1)};
+}
+
+static int64_t map_find(const Map *m, const Span *keys, Span key) { // index, or -1
+    for (uint32_t i = span_hash(key) & m->mask; m->slot[i]; i = (i + 1) & m->mask) {
+        Span k = keys[m->slot[i] - 1];
+        if (k.n == key.n && !memcmp(k.p, key.p, key.n)) return m->slot[i] - 1;
+    }
+    return -1;
+}
+
+// Enters keys[index]; if an equal key is there already, its index is returned and nothing changes.
+static int64_t map_add(Map *m, const Span *keys, uint32_t index) {
+    uint32_t i = span_hash(keys[index]) & m->mask;
+    for (; m->slot[i]; i = (i + 1) & m->mask) {
+        Span k = keys[m->slot[i] - 1];
+        if (k.n == keys[index].n && !memcmp(k.p, keys[index].p, k.n)) return m->slot[i] - 1;
+    }
+    m->slot[i] = index + 1;
+    return index;
+}
+
+// ---- Reader: a cursor over bytes nobody vouches for. The first error stays; after it every read gives 0.
+typedef struct {
+    const char *name;         // of the file, for messages
+    const uint8_t *base;
+    size_t size, at;
+    size_t error_at;          // where the first error was met
+    const char *error;        // what was wrong, or NULL
+} Reader;
+
+static void rd_fail(Reader *r, const char *what) {
+    if (!r->error) r->error = what, r->error_at = r->at;
+}
+
+static const uint8_t *rd_bytes(Reader *r, uint64_t n) { // n bytes in place, or NULL
+    if (r->error) return NULL;
+    if (n > r->size - r->at) {
+        rd_fail(r, "the file ends too early");
+        return NULL;
+    }
+    r->at += (size_t)n;
+    return r->base + r->at - n;
+}
+
+static uint64_t rd_uint(Reader *r, int bytes) { // little-endian
+    const uint8_t *p = rd_bytes(r, (uint64_t)bytes);
+    uint64_t v = 0;
+    for (int i = bytes - 1; p && i >= 0; i--) v = v << 8 | p[i];
+    return v;
+}
+
+static int32_t rd_i32(Reader *r) { return (int32_t)(uint32_t)rd_uint(r, 4); }
+
+static float f32_at(const uint8_t *p) { // files do not align their floats
+    float f;
+    memcpy(&f, p, 4);
+    return f;
+}
+
+static Span rd_string(Reader *r) { // u64 length, bytes
+    uint64_t n = rd_uint(r, 8);
+    const uint8_t *p = rd_bytes(r, n);
+    return p ? (Span){(const char *)p, (size_t)n} : (Span){"", 0};
+}
+
+static void rd_check(const Reader *r) { // dies if anything went wrong
+    if (r->error) die("%s: byte %zu of %zu: %s", r->name, r->error_at, r->size, r->error);
+}
+
+// ---- files, clock, Ctrl-C, cores: the only platform code
+static Reader file_map(const char *name) { // read-only and in place; kept for the life of the process
+    int fd = open(name, O_RDONLY | O_CLOEXEC);
+    struct stat st;
+    if (fd < 0 || fstat(fd, &st) < 0) die("%s: cannot open: %s", name, strerror(errno));
+    if (!S_ISREG(st.st_mode)) die("%s: not a regular file", name);
+    if ((uint64_t)st.st_size > SIZE_MAX / 2) die("%s: too large for this machine", name);
+    Reader r = {.name = name, .base = (const uint8_t *)"", .size = (size_t)st.st_size};
+    if (r.size) {
+        void *p = mmap(NULL, r.size, PROT_READ, MAP_SHARED, fd, 0);
+        if (p == MAP_FAILED) die("%s: cannot map %zu bytes: %s", name, r.size, strerror(errno));
+        r.base = p;
+    }
+    close(fd);
+    return r;
+}
+
+static void file_unmap(Reader *r) {
+    if (r->size) munmap((void *)(uintptr_t)r->base, r->size);
+    *r = (Reader){0};
+}
+
+static bool file_exists(const char *name) { return access(name, R_OK) == 0; }
+
+static double now(void) { // seconds
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static uint64_t time_seed(void) { // differs between two starts in the same second
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    return (uint64_t)t.tv_sec * 1000003u ^ (uint64_t)t.tv_nsec ^ (uint64_t)getpid() << 32;
+}
+
+static volatile sig_atomic_t interrupted; // the one mutable global: set by Ctrl-C
+
+static void on_interrupt(int sig) { // the second Ctrl-C ends the program as it would without us
+    interrupted = 1;
+    signal(sig, SIG_DFL);
+}
+
+static void interrupt_arm(void) { // without SA_RESTART, so that a waiting read returns
+    struct sigaction action = {.sa_handler = on_interrupt};
+    interrupted = 0;
+    sigaction(SIGINT, &action, NULL);
+}
+
+static int64_t memory_size(void) { // bytes of the machine's memory
+    long pages = sysconf(_SC_PHYS_PAGES), size = sysconf(_SC_PAGESIZE);
+    return pages > 0 && size > 0 ? (int64_t)pages * size : INT64_MAX;
+}
+
+static int core_count(void) {
+    long n = sysconf(_SC_NPROCESSORS_ONLN);
+    return n < 1 ? 1 : n > 256 ? 256 : (int)n;
+}
+
+// ---- Team: threads that walk the same code together
+enum { MAX_THREADS = 256 };
+
+typedef struct {
+    int n;                              // threads in the team
+    int isa;                            // instruction set of the kernels, chapter 2
+    _Alignas(64) atomic_long ticket;    // next piece of the present step
+    _Alignas(64) atomic_int here;       // threads that have finished the present step
+    atomic_int step;                    // steps finished so far
+} Team;
+
+typedef struct {                        // one thread's view
+    Team *team;
+    int rank;                           // 0 .. team->n - 1
+    uint8_t *scratch;                   // its own, 64-byte aligned, matmul_scratch() bytes
+} Worker;
+
+// The next piece of work of this step: 0, 1, 2, ... each handed out once.
+static long team_take(Team *t) {
+    return atomic_fetch_add_explicit(&t->ticket, 1, memory_order_relaxed);
+}
+
+// Ends a step: nobody goes on before all have arrived. Spins for some microseconds, then naps: where
+// other programs want the cores, a thread that naps is back much sooner than one that yields.
+static void team_wait(Team *t) {
+    int step = atomic_load_explicit(&t->step, memory_order_relaxed);
+    if (atomic_fetch_add_explicit(&t->here, 1, memory_order_acq_rel) == t->n - 1) {
+        atomic_store_explicit(&t->ticket, 0, memory_order_relaxed);
+        atomic_store_explicit(&t->here, 0, memory_order_relaxed);
+        atomic_store_explicit(&t->step, step + 1, memory_order_release);
+        return;
+    }
+    for (int spin = 0; atomic_load_explicit(&t->step, memory_order_acquire) == step; spin++)
+        if (spin > 20000) nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
+}
+
+// Runs work(arg, rank) once in each of t->n threads; fewer if the machine gives fewer.
+static void team_run(Team *t, void (*work)(void *arg, int rank), void *arg) {
+    atomic_store(&t->ticket, 0), atomic_store(&t->here, 0);
+#ifdef _OPENMP
+    if (t->n > 1) {
+        #pragma omp parallel num_threads(t->n)
+        {
+            #pragma omp single
+            t->n = omp_get_num_threads();
+            work(arg, omp_get_thread_num());
+        }
+        return;
+    }
+#endif
+    t->n = 1;
+    work(arg, 0);
+}
+
+// ---- random numbers: xorshift*, llama2.c's generator, so that its seeds keep their texts
+static uint32_t rng_next(uint64_t *state) {
+    *state ^= *state >> 12, *state ^= *state << 25, *state ^= *state >> 27;
+    return (uint32_t)(*state * 0x2545F4914F6CDD1Du >> 32);
+}
+
+static float rng_float(uint64_t *state) { // [0, 1)
+    return (float)(rng_next(state) >> 8) / 16777216.0f;
+}
+/* ------------------------------------------------------------------------------------------------
+ * Chapter 2. Numbers on disk
+ *
+ * A weight matrix stays in the mapped file as it was written: rows of floats, or rows of blocks of 32
+ * or 256 small integers that share a scale. Everything that knows such a layout, and everything that
+ * knows an instruction set, is in this chapter; the rest of the program asks formats[].
+ * What a product of a row of weights and a row of activations *is*, to the bit, does not depend on
+ * either. Float rows: eight lanes, lane k mod 8, one fused multiply-add per weight in rising k, the lanes
+ * folded by one fixed tree after every 2,048. Quantised rows meet 16-bit activations in blocks of 32: the
+ * products of a block are summed exactly in 32-bit integers (any order will do), then one fused
+ * multiply-add with the scales goes into lane (block mod 8). dot_c() below says the same in plain C.
+ * The price of exactness is one conversion and one multiply-add a block; it buys the same text on every
+ * machine, for one row as for five hundred. Only where the compiler has no fast fma() do float rows of
+ * plain C multiply and add: their last bits differ there.
+ */
+#if defined(__x86_64__) && defined(__GNUC__)
+#define HAVE_X86 1
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+
+enum { ISA_C, ISA_AVX2, ISA_AVX512, ISA_COUNT };
+
+typedef struct Format Format;
+typedef struct {            // a matrix in the file: [rows][cols], each row a run of blocks
+    const Format *format;
+    const uint8_t *data;
+    int64_t rows, cols;
+    size_t stride;          // bytes a row
+    const uint8_t *scales;  // .bin v2 only: one f32 for every `group` weights, counted through all rows
+    int group;
+} Tensor;
+
+typedef struct {            // activations: n rows of floats, and the same as 16-bit blocks of 32
+    int n;
+    int64_t cols;
+    float *x;               // row i at x + i * ldx
+    int16_t *q;             // row i at q + i * ldq; a block's 16 values with even k, then its 16 with odd k
+    float *dx;              // row i at dx + i * ldb: one scale a block
+    int32_t *sum;           // row i at sum + i * 2 * ldb: [2][ldb] sums of a block's first and second 16
+    int64_t ldx, ldq, ldb;  // in elements; odd numbers of cache lines, so that rows do not collide
+} Acts;
+
+typedef struct {            // one block of the file, opened: weight k is (u[k] - format->offset) * s + m
+    uint8_t u[256];
+    float s[16];            // one a 32 weights, or one a 16 where format->scales is 2
+    float m[8];             // one a 32 weights
+} Block;
+
+// y[i * ldy + row[r]] = row row[r] of t times row i of x, for four rows and n columns i = first, ...
+#define DOT_PARAMETERS \
+    const Tensor *t, const int64_t *row, const Acts *x, int first, int n, float *y, int64_t ldy
+typedef void Dot(DOT_PARAMETERS);
+
+// Many columns: PANEL_ROWS rows are opened a piece of K at a time into a panel that stays in the near cache
+// while all columns pass. part[] keeps the eight lanes of every product between two pieces of K; how it
+// is laid out is the business of multiply() and fold() alone.
+enum { PANEL_ROWS = 32, PANEL_K = 256, PANEL_BLOCKS = 16, PANEL_COLUMNS = 128 };
+typedef union {
+    float w[PANEL_ROWS / 2][PANEL_K / 8][2][8]; // pairs of rows, eight weights of each in turn
+    struct {                                // [block][pair of weights][row][which]: columns of 16 rows
+        int16_t q[PANEL_BLOCKS][16][16][2]; // pairs 0-7: weights 0 2, 4 6, ...; 8-15: 1 3, 5 7, ...
+        float s[PANEL_BLOCKS][2][16], m[PANEL_BLOCKS][16];
+    } half[PANEL_ROWS / 16];
+} Panel;
+typedef void Pack(const Tensor *t, int64_t row, int64_t k, int len, Panel *p);
+
+struct Format {
+    const char *name;
+    uint32_t id;                // GGUF's tensor type
+    int block, bytes;           // weights a block, bytes a block
+    bool quantised;             // meets 16-bit activations
+    int offset, scales, minimum;// of the integers; scales in 32 weights (1, 2); has a minimum
+    void (*open)(const Tensor *t, const uint8_t *p, Block *b);                  // quantised
+    void (*expand)(const Tensor *t, int64_t row, int64_t k, int n, float *out); // weights k ... as f32
+    Dot *dot[ISA_COUNT];        // few columns, straight from the file; NULL: always by panels
+    Pack *pack[ISA_COUNT];      // many columns; NULL: always by dot
+};
+
+// ---- small floats
+// f16:  | s | exponent 5 | mantissa 10 |      bf16:  the upper half of an f32
+static float f32_of_bits(uint32_t u) {
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+static uint16_t u16_at(const uint8_t *p) { return (uint16_t)(p[0] | p[1] << 8); }
+
+static float f16_to_f32(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = h >> 10 & 31, m = h & 1023;
+    if (e == 31) return f32_of_bits(sign | 0x7F800000 | m << 13 | (m ? 0x400000 : 0)); // NaN made quiet
+    if (e) return f32_of_bits(sign | (e + 112) << 23 | m << 13);
+    float f = (float)m * 0x1p-24f;
+    return sign ? -f : f;
+}
+
+static uint16_t f32_to_f16(float f) { // to nearest, ties to even
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    uint32_t sign = u >> 16 & 0x8000, a = u & 0x7FFFFFFF;
+    if (a > 0x7F800000) return (uint16_t)(sign | 0x7E00 | (a >> 13 & 0x1FF));
+    if (a >= 0x477FF000) return (uint16_t)(sign | 0x7C00); // 65520 and more
+    if (a >= 0x38800000) return (uint16_t)(sign | (a - 0x38000000 + 0xFFF + (a >> 13 & 1)) >> 13);
+    uint32_t shift = 126 - (a >> 23), m = (a & 0x7FFFFF) | 0x800000; // subnormal: units of 2^-24
+    if (shift > 24) return (uint16_t)sign;
+    uint32_t q = m >> shift, rest = m & ((1u << shift) - 1), half = 1u << (shift - 1);
+    return (uint16_t)(sign | (q + (rest > half || (rest == half && (q & 1)))));
+}
+
+static float bf16_to_f32(uint16_t h) { return f32_of_bits((uint32_t)h << 16); }
+
+static float f16_at(const uint8_t *p) { return f16_to_f32(u16_at(p)); }
+
+// Where fma() would be a slow library call, float rows multiply and add instead.
+#if defined(FP_FAST_FMAF) || defined(__FMA__) || defined(__aarch64__)
+enum { FMA_IS_FAST = 1 };
+#else
+enum { FMA_IS_FAST = 0 };
+#endif
+
+static inline float fma_or_not(float a, float b, float c) {
+    return FMA_IS_FAST ? fmaf(a, b, c) : c + a * b;
+}
+
+// ---- block loaders, plain C
+static void nibbles_c(const uint8_t *q, uint8_t *u) { // byte k holds weights k (low) and k + 16 (high)
+    for (int k = 0; k < 16; k++) u[k] = q[k] & 15, u[k + 16] = q[k] >> 4;
+}
+
+static void fifth_bits_c(const uint8_t *qh, uint8_t *u) { // bit k belongs to weight k
+    for (int k = 0; k < 32; k++) u[k] |= (uint8_t)((qh[k / 8] >> k % 8 & 1) << 4);
+}
+
+// q8_0, 34 bytes:   | d f16 | 32 signed bytes |
+static void q8_0_open(const Tensor *t, const uint8_t *p, Block *b) {
+    (void)t;
+    b->s[0] = f16_at(p);
+    for (int k = 0; k < 32; k++) b->u[k] = p[2 + k] ^ 128;
+}
+
+// bin8, llama2.c's version 2 where no group crosses a row: 32 signed bytes; the scales are elsewhere
+static float bin8_scale(const Tensor *t, const uint8_t *p) {
+    size_t k = (size_t)(p - t->data), g = (size_t)t->group;
+    return f32_at(t->scales + 4 * (g & (g - 1) ? k / g : k >> __builtin_ctz((unsigned)g)));
+}
+
+static void bin8_open(const Tensor *t, const uint8_t *p, Block *b) {
+    b->s[0] = bin8_scale(t, p);
+    for (int k = 0; k < 32; k++) b->u[k] = p[k] ^ 128;
+}
+
+// q4_0, 18 bytes:   | d f16 | 16 bytes of nibbles |
+static void q4_0_open(const Tensor *t, const uint8_t *p, Block *b) {
+    (void)t;
+    b->s[0] = f16_at(p);
+    nibbles_c(p + 2, b->u);
+}
+
+// q4_1, 20 bytes:   | d f16 | m f16 | 16 bytes of nibbles |
+static void q4_1_open(const Tensor *t, const uint8_t *p, Block *b) {
+    (void)t;
+    b->s[0] = f16_at(p), b->m[0] = f16_at(p + 2);
+    nibbles_c(p + 4, b->u);
+}
+
+// q5_0, 22 bytes:   | d f16 | 32 fifth bits | 16 bytes of nibbles |
+static void q5_0_open(const Tensor *t, const uint8_t *p, Block *b) {
+    (void)t;
+    b->s[0] = f16_at(p);
+    nibbles_c(p + 6, b->u), fifth_bits_c(p + 2, b->u);
+}
+
+// q5_1, 24 bytes:   | d f16 | m f16 | 32 fifth bits | 16 bytes of nibbles |
+static void q5_1_open(const Tensor *t, const uint8_t *p, Block *b) {
+    (void)t;
+    b->s[0] = f16_at(p), b->m[0] = f16_at(p + 2);
+    nibbles_c(p + 8, b->u), fifth_bits_c(p + 4, b->u);
+}
+
+// The 12 bytes of q4_K and q5_K: a scale and a minimum of 6 bits for each of 8 sub-blocks.
+// bytes 0-3  | sc[4..7] bits 5-4 | sc[0..3]           |
+// bytes 4-7  | mn[4..7] bits 5-4 | mn[0..3]           |
+// bytes 8-11 | mn[4..7] bits 3-0 | sc[4..7] bits 3-0  |     Result: byte i of *sc is sc[i]; same for *mn.
+static void k_scales(const uint8_t *p, uint64_t *sc, uint64_t *mn) {
+    uint32_t a, b, c;
+    memcpy(&a, p, 4), memcpy(&b, p + 4, 4), memcpy(&c, p + 8, 4);
+    uint32_t sc_high = (c & 0x0F0F0F0F) | (a >> 2 & 0x30303030);
+    uint32_t mn_high = (c >> 4 & 0x0F0F0F0F) | (b >> 2 & 0x30303030);
+    *sc = (a & 0x3F3F3F3F) | (uint64_t)sc_high << 32;
+    *mn = (b & 0x3F3F3F3F) | (uint64_t)mn_high << 32;
+}
+
+// q4_K, 144 bytes:  | d f16 | dmin f16 | 12 bytes of scales | 4 x 32 bytes: low nibbles, then high |
+static void q4_K_open(const Tensor *t, const uint8_t *p, Block *b) {
+    (void)t;
+    uint64_t sc, mn;
+    k_scales(p + 4, &sc, &mn);
+    for (int i = 0; i < 8; i++) {
+        b->s[i] = f16_at(p) * (float)(sc >> 8 * i & 63), b->m[i] = -(f16_at(p + 2) * (float)(mn >> 8 * i & 63));
+        for (int k = 0; k < 32; k++) b->u[32 * i + k] = p[16 + i / 2 * 32 + k] >> i % 2 * 4 & 15;
+    }
+}
+
+// q5_K, 176 bytes:  as q4_K with 32 bytes of fifth bits before the nibbles: bit i of byte k, sub-block i
+static void q5_K_open(const Tensor *t, const uint8_t *p, Block *b) {
+    (void)t;
+    uint64_t sc, mn;
+    k_scales(p + 4, &sc, &mn);
+    for (int i = 0; i < 8; i++) {
+        b->s[i] = f16_at(p) * (float)(sc >> 8 * i & 63), b->m[i] = -(f16_at(p + 2) * (float)(mn >> 8 * i & 63));
+        for (int k = 0; k < 32; k++)
+            b->u[32 * i + k] =
+                (uint8_t)((p[48 + i / 2 * 32 + k] >> i % 2 * 4 & 15) | (p[16 + k] >> i & 1) << 4);
+    }
+}
+
+// q6_K, 210 bytes:  | 2 x 64 low nibbles | 2 x 32 upper bit pairs | 16 signed scales | d f16 |
+// In each half of 128: four blocks of 32; nibbles of block i in bytes 32 * (i % 2) ..., low for i < 2.
+static void q6_K_open(const Tensor *t, const uint8_t *p, Block *b) {
+    (void)t;
+    for (int i = 0; i < 16; i++) b->s[i] = f16_at(p + 208) * (float)(int8_t)p[192 + i];
+    for (int e = 0; e < 256; e++) {
+        int h = e / 128, i = e % 128 / 32, k = e % 32;
+        int low = p[64 * h + i % 2 * 32 + k] >> i / 2 * 4 & 15, high = p[128 + 32 * h + k] >> 2 * i & 3;
+        b->u[e] = (uint8_t)(low | high << 4);
+    }
+}
+
+/* The list of quantised formats. To add a weight format: write NAME_open() above (its plain C loader),
+ * NAME_quad() below (its vector loader; and a scale loader, if none there fits), and add a line here.
+ * Everything else is generated. name, GGUF type, weights and bytes a block, offset of the integers,
+ * scales in 32 weights, 1 if there is a minimum, vector loader of the scales. */
+#define QUANTISED(X)                                    \
+    X(q8_0, 8, 32, 34, 128, 1, 0, scales_d)             \
+    X(bin8, 1001, 32, 32, 128, 1, 0, scales_bin8)       \
+    X(q4_0, 2, 32, 18, 8, 1, 0, scales_d)               \
+    X(q4_1, 3, 32, 20, 0, 1, 1, scales_dm)              \
+    X(q5_0, 6, 32, 22, 16, 1, 0, scales_d)              \
+    X(q5_1, 7, 32, 24, 0, 1, 1, scales_dm)              \
+    X(q4_K, 12, 256, 144, 0, 1, 1, scales_k)            \
+    X(q5_K, 13, 256, 176, 0, 1, 1, scales_k)            \
+    X(q6_K, 14, 256, 210, 32, 2, 0, scales_q6_K)
+
+// Float formats: name, GGUF type, bytes, the value at p. bin is version 2 with groups that cross rows;
+// it has no kernels of its own: rows are expanded first.
+#define FLOATS(X)                                       \
+    X(f32, 0, 4, f32_at(p))                             \
+    X(f16, 1, 2, f16_at(p))                             \
+    X(bf16, 30, 2, bf16_to_f32(u16_at(p)))
+#define FLOATS_AND_BIN(X)                               \
+    FLOATS(X)                                           \
+    X(bin, 1000, 1, (float)(int8_t)*p * bin8_scale(t, p))
+
+enum { // the order of formats[]
+#define X(name, ...) F_##name,
+    FLOATS_AND_BIN(X) QUANTISED(X)
+#undef X
+    F_COUNT
+};
+
+// ---- one weight as a number
+#define X(name, id, size, value)                                                                     \
+    static void name##_expand(const Tensor *t, int64_t row, int64_t k, int n, float *out) {          \
+        const uint8_t *p = t->data + (size_t)row * t->stride + (size_t)k * (size);                   \
+        (void)t;                                                                                     \
+        for (int i = 0; i < n; i++, p += (size)) out[i] = value;                                     \
+    }
+FLOATS_AND_BIN(X)
+#undef X
+
+// k and n multiples of the block. The minimum is added to the rounded product: two roundings.
+static void quantised_expand(const Tensor *t, int64_t row, int64_t k, int n, float *out) {
+    const Format *f = t->format;
+    const uint8_t *p = t->data + (size_t)row * t->stride + (size_t)(k / f->block * f->bytes);
+    Block b;
+    for (int i = 0; i < n; i += f->block, p += f->bytes) {
+        f->open(t, p, &b);
+        for (int j = 0; j < f->block; j++) {
+            volatile float product = (float)(b.u[j] - f->offset) * b.s[j * f->scales / 32];
+            out[i + j] = f->minimum ? product + b.m[j / 32] : product;
+        }
+    }
+}
+
+// ---- the products in plain C: the definition
+enum { LANES = 8, FLOAT_BLOCK = 2048, COLUMNS_C = 16 };
+
+static float lanes_fold(const float *l) {
+    return ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
+}
+
+// 32 (or, from `half`, 16) integer products; q has the even-numbered activations first
+static int32_t block_sum(const uint8_t *u, int offset, const int16_t *q, int half, int n) {
+    int32_t s = 0;
+    for (int k = half * 16; k < half * 16 + n; k++) s += (u[k] - offset) * q[k % 2 * 16 + k / 2];
+    return s;
+}
+
+static void quantised_row_c(const Tensor *t, const uint8_t *p, const Acts *x, int first, int n,
+                            float lanes[COLUMNS_C][LANES]) {
+    const Format *f = t->format;
+    Block b;
+    for (int64_t j = 0; j < t->cols / 32; j++) { // block of 32 weights
+        int i = (int)(j % (f->block / 32));
+        if (i == 0) f->open(t, p, &b), p += f->bytes;
+        for (int c = 0; c < n; c++) {
+            const int16_t *q = x->q + (first + c) * x->ldq + 32 * j;
+            const int32_t *sum = x->sum + (first + c) * 2 * x->ldb + j;
+            float dx = x->dx[(first + c) * x->ldb + j], *l = &lanes[c][j % LANES];
+            for (int h = 0; h < f->scales; h++) {
+                int32_t s = block_sum(b.u + 32 * i, f->offset, q, h, 32 / f->scales);
+                *l = fmaf(dx * b.s[i * f->scales + h], (float)s, *l);
+            }
+            if (f->minimum) *l = fmaf(dx * b.m[i], (float)(sum[0] + sum[x->ldb]), *l);
+        }
+    }
+}
+
+static void quantised_dot_c(DOT_PARAMETERS) {
+    for (int r = 0; r < 4; r++) {
+        float lanes[COLUMNS_C][LANES] = {{0}};
+        quantised_row_c(t, t->data + (size_t)row[r] * t->stride, x, first, n, lanes);
+        for (int c = 0; c < n; c++) y[(first + c) * ldy + row[r]] = lanes_fold(lanes[c]);
+    }
+}
+
+static void float_dot_c(DOT_PARAMETERS) {
+    float w[FLOAT_BLOCK];
+    for (int r = 0; r < 4; r++)
+        for (int64_t k = 0; k < t->cols; k += FLOAT_BLOCK) {
+            int len = (int)MIN(FLOAT_BLOCK, t->cols - k);
+            t->format->expand(t, row[r], k, len, w);
+            for (int c = 0; c < n; c++) {
+                const float *v = x->x + (first + c) * x->ldx + k;
+                float l[LANES] = {0}, *out = &y[(first + c) * ldy + row[r]];
+                for (int i = 0; i < len; i++) l[i % LANES] = fma_or_not(w[i], v[i], l[i % LANES]);
+                *out = k ? *out + lanes_fold(l) : lanes_fold(l);
+            }
+        }
+}
+
+// Sixteen-bit activations of one row. NaN and infinity make a NaN of the scale, hence of every result.
+static void quantise_c(const float *x, int64_t blocks, int16_t *q, float *dx, int32_t *sum, int64_t ldb) {
+    for (int64_t j = 0; j < blocks; j++, x += 32, q += 32) {
+        float a = 0;
+        bool finite = true;
+        for (int k = 0; k < 32; k++) finite &= fabsf(x[k]) < INFINITY, a = fmaxf(a, fabsf(x[k]));
+        bool zero = !finite || a < 0x1p-100f;
+        float r = zero ? 0 : 32767 / a;
+        dx[j] = !finite ? NAN : zero ? 0 : a / 32767;
+        sum[j] = sum[j + ldb] = 0;
+        for (int k = 0; k < 32; k++) {
+            int v = zero ? 0 : (int)lrintf(x[k] * r);
+            q[k % 2 * 16 + k / 2] = (int16_t)v, sum[j + k / 16 * ldb] += v;
+        }
+    }
+}
+
+#ifdef HAVE_X86
+// ---- AVX2. Vector code is compiled for its instruction set whatever the command line says; isa_best()
+// looks before anything is called. Loaders open four blocks of 32 weights at a time, as 32 bytes each.
+#define AVX2_TARGET target("avx2,fma,f16c")
+#define AVX2 static inline __attribute__((always_inline, AVX2_TARGET))
+#define AVX2_CALL static __attribute__((noinline, AVX2_TARGET))
+#ifdef __clang__
+#define UNROLL _Pragma("unroll")
+#define KEEP(v) (void)(v)
+#else
+#define UNROLL _Pragma("GCC unroll 8")
+#define KEEP(v) __asm__("" : "+v"(v)) // stays in its register: gcc re-associates sums, repeats loads
+#endif
+
+AVX2 __m256i load32(const void *p) { return _mm256_loadu_si256(p); }
+AVX2 __m256i low4(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+AVX2 __m256i high4(__m256i v) { return low4(_mm256_srli_epi16(v, 4)); }
+AVX2 __m256i flip(__m256i v) { return _mm256_xor_si256(v, _mm256_set1_epi8(-128)); }
+
+AVX2 __m256i nibbles(const uint8_t *q) { // the 16 bytes twice, the second time 4 bits further down
+    const __m256i shift = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
+    __m256i v = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)q));
+    return low4(_mm256_srlv_epi32(v, shift));
+}
+
+AVX2 __m256i fifth_bits(const uint8_t *qh) { // byte k becomes 16 where bit k is set
+    int32_t bits;
+    memcpy(&bits, qh, 4);
+    const __m256i byte = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i bit = _mm256_set1_epi64x((int64_t)0x8040201008040201);
+    __m256i v = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(bits), byte), bit);
+    return _mm256_and_si256(_mm256_cmpeq_epi8(v, bit), _mm256_set1_epi8(16));
+}
+
+// Quads: blocks 4h ... 4h+3 of the 8 that begin at p. Only n of the 8 exist: a missing one repeats the
+// last, so that no byte after it is read; its activations are 0 and its scale will be made -0.
+#define QUAD_OF_BLOCKS(name, bytes, value)                                    \
+    AVX2 void name##_quad(const uint8_t *p, int n, int h, __m256i *u) {       \
+        UNROLL for (int i = 0; i < 4; i++) {                                  \
+            const uint8_t *b = p + bytes * MIN(4 * h + i, n - 1);             \
+            u[i] = value;                                                     \
+        }                                                                     \
+    }
+QUAD_OF_BLOCKS(q8_0, 34, flip(load32(b + 2)))
+QUAD_OF_BLOCKS(bin8, 32, flip(load32(b)))
+QUAD_OF_BLOCKS(q4_0, 18, nibbles(b + 2))
+QUAD_OF_BLOCKS(q4_1, 20, nibbles(b + 4))
+QUAD_OF_BLOCKS(q5_0, 22, _mm256_or_si256(nibbles(b + 6), fifth_bits(b + 2)))
+QUAD_OF_BLOCKS(q5_1, 24, _mm256_or_si256(nibbles(b + 8), fifth_bits(b + 4)))
+
+AVX2 void q4_K_quad(const uint8_t *p, int n, int h, __m256i *u) {
+    (void)n;
+    __m256i a = load32(p + 16 + 64 * h), b = load32(p + 48 + 64 * h);
+    u[0] = low4(a), u[1] = high4(a), u[2] = low4(b), u[3] = high4(b);
+}
+
+AVX2 void q5_K_quad(const uint8_t *p, int n, int h, __m256i *u) {
+    const __m256i bit = _mm256_set1_epi8(16);
+    __m256i high = load32(p + 16);
+    high = h ? _mm256_srli_epi16(high, 4) : high; // this quad's bits: 3 to 0
+    q4_K_quad(p + 32, n, h, u);
+    u[0] = _mm256_or_si256(u[0], _mm256_and_si256(_mm256_slli_epi16(high, 4), bit));
+    u[1] = _mm256_or_si256(u[1], _mm256_and_si256(_mm256_slli_epi16(high, 3), bit));
+    u[2] = _mm256_or_si256(u[2], _mm256_and_si256(_mm256_slli_epi16(high, 2), bit));
+    u[3] = _mm256_or_si256(u[3], _mm256_and_si256(_mm256_slli_epi16(high, 1), bit));
+}
+
+AVX2 void q6_K_quad(const uint8_t *p, int n, int h, __m256i *u) {
+    (void)n;
+    const __m256i pair = _mm256_set1_epi8(0x30);
+    __m256i a = load32(p + 64 * h), b = load32(p + 64 * h + 32), high = load32(p + 128 + 32 * h);
+    u[0] = _mm256_or_si256(low4(a), _mm256_and_si256(_mm256_slli_epi16(high, 4), pair));
+    u[1] = _mm256_or_si256(low4(b), _mm256_and_si256(_mm256_slli_epi16(high, 2), pair));
+    u[2] = _mm256_or_si256(high4(a), _mm256_and_si256(high, pair));
+    u[3] = _mm256_or_si256(high4(b), _mm256_and_si256(_mm256_srli_epi16(high, 2), pair));
+}
+
+// Scales of the 8 blocks at p: s[0] (s[0], s[1] where 32 weights have two), m
+typedef struct { __m256 s[2], m; } Scales;
+
+AVX2 __m256 f16_each(const uint8_t *p, int bytes, int n) { // an f16 from each of 8 blocks
+    uint16_t h[8];
+    UNROLL for (int i = 0; i < 8; i++) memcpy(h + i, p + bytes * MIN(i, n - 1), 2);
+    return _mm256_cvtph_ps(_mm_setr_epi16((short)h[0], (short)h[1], (short)h[2], (short)h[3], (short)h[4],
+                                          (short)h[5], (short)h[6], (short)h[7]));
+}
+
+AVX2 void scales_d(const Tensor *t, const uint8_t *p, int bytes, int n, Scales *s) {
+    (void)t;
+    s->s[0] = f16_each(p, bytes, n);
+}
+
+AVX2 void scales_dm(const Tensor *t, const uint8_t *p, int bytes, int n, Scales *s) {
+    (void)t;
+    s->s[0] = f16_each(p, bytes, n), s->m = f16_each(p + 2, bytes, n);
+}
+
+AVX2 void scales_bin8(const Tensor *t, const uint8_t *p, int bytes, int n, Scales *s) {
+    float d[8];
+    UNROLL for (int i = 0; i < 8; i++) d[i] = bin8_scale(t, p + bytes * MIN(i, n - 1));
+    s->s[0] = _mm256_setr_ps(d[0], d[1], d[2], d[3], d[4], d[5], d[6], d[7]);
+}
+
+AVX2 __m256 f16_all(const uint8_t *p) { return _mm256_cvtph_ps(_mm_set1_epi16((short)u16_at(p))); }
+
+AVX2 __m256 f32_of_bytes(uint64_t bytes) { // eight of them, unsigned
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)bytes)));
+}
+
+AVX2 void scales_k(const Tensor *t, const uint8_t *p, int bytes, int n, Scales *s) {
+    (void)t, (void)bytes, (void)n;
+    uint64_t sc, mn;
+    k_scales(p + 4, &sc, &mn);
+    s->s[0] = _mm256_mul_ps(f16_all(p), f32_of_bytes(sc));
+    s->m = _mm256_xor_ps(_mm256_mul_ps(f16_all(p + 2), f32_of_bytes(mn)), _mm256_set1_ps(-0.0f));
+}
+
+AVX2 void scales_q6_K(const Tensor *t, const uint8_t *p, int bytes, int n, Scales *s) {
+    (void)t, (void)bytes, (void)n;
+    __m128i sc = _mm_loadu_si128((const __m128i *)(p + 192)); // even bytes: first halves
+    __m256i first = _mm256_cvtepi16_epi32(_mm_srai_epi16(_mm_slli_epi16(sc, 8), 8));
+    __m256i second = _mm256_cvtepi16_epi32(_mm_srai_epi16(sc, 8));
+    s->s[0] = _mm256_mul_ps(f16_all(p + 208), _mm256_cvtepi32_ps(first));
+    s->s[1] = _mm256_mul_ps(f16_all(p + 208), _mm256_cvtepi32_ps(second));
+}
+
+// f is a constant everywhere below, so that of these switches one case remains
+AVX2 void quad(int f, const uint8_t *p, int n, int h, __m256i *u) {
+    switch (f) {
+#define X(name, ...) case F_##name: name##_quad(p, n, h, u); break;
+        QUANTISED(X)
+#undef X
+    }
+}
+
+AVX2 void scales(int f, const Tensor *t, const uint8_t *p, int n, Scales *s) {
+    switch (f) {
+#define X(name, id, block, bytes, offset, per32, minimum, load) \
+    case F_##name: load(t, p, bytes, n, s); break;
+        QUANTISED(X)
+#undef X
+    }
+    if (n < 8) { // a missing block adds -0 * 0 to its lane, which changes nothing, not even -0
+        const __m256 none = _mm256_set1_ps(-0.0f);
+        __m256i i = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        __m256 missing = _mm256_castsi256_ps(_mm256_cmpgt_epi32(i, _mm256_set1_epi32(n - 1)));
+        s->s[0] = _mm256_blendv_ps(s->s[0], none, missing);
+        s->m = _mm256_blendv_ps(s->m, none, missing);
+    }
+}
+
+AVX2 float lanes_fold_avx2(__m256 l) {
+    __m128 a = _mm_add_ps(_mm256_castps256_ps128(l), _mm256_extractf128_ps(l, 1));
+    a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+    return _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)));
+}
+
+typedef struct { int block, bytes, offset, scales, minimum; } Traits;
+
+// Eight blocks of one row against `cols` columns: lane i of acc[c] takes its step for block i
+AVX2 void group_avx2(int f, Traits d, int cols, const Tensor *t, const uint8_t *p, int n, const Acts *x,
+                     int64_t column, int64_t j, __m256 *acc) {
+    const __m256i even_byte = _mm256_set1_epi16(255);
+    __m256i s[2][4];
+    UNROLL for (int h = 0; h < 2; h++) {
+        __m256i u[4], e[4], o[4], v[4];
+        quad(f, p, n, h, u);
+        UNROLL for (int i = 0; i < 4; i++)
+            e[i] = _mm256_and_si256(u[i], even_byte), o[i] = _mm256_srli_epi16(u[i], 8);
+        UNROLL for (int c = 0; c < cols; c++) {
+            const int16_t *q = x->q + (column + c) * x->ldq + 32 * (j + 4 * h);
+            UNROLL for (int i = 0; i < 4; i++)
+                v[i] = _mm256_add_epi32(_mm256_madd_epi16(e[i], load32(q + 32 * i)),
+                                        _mm256_madd_epi16(o[i], load32(q + 32 * i + 16)));
+            s[h][c] = _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
+        }
+    }
+    Scales k;
+    k.m = _mm256_setzero_ps();
+    scales(f, t, p, n, &k);
+    const __m256i offset = _mm256_set1_epi32(d.offset);
+    UNROLL for (int c = 0; c < cols; c++) {
+        const int32_t *sum = x->sum + (column + c) * 2 * x->ldb + j;
+        __m256 dx = _mm256_loadu_ps(x->dx + (column + c) * x->ldb + j), l = acc[c];
+        __m256i s0 = _mm256_permute2x128_si256(s[0][c], s[1][c], 0x20), x0 = load32(sum);
+        __m256i s1 = _mm256_permute2x128_si256(s[0][c], s[1][c], 0x31), x1 = load32(sum + x->ldb);
+        if (d.scales == 1) s0 = _mm256_add_epi32(s0, s1), x0 = _mm256_add_epi32(x0, x1);
+        if (d.offset) s0 = _mm256_sub_epi32(s0, _mm256_mullo_epi32(x0, offset));
+        l = _mm256_fmadd_ps(_mm256_mul_ps(dx, k.s[0]), _mm256_cvtepi32_ps(s0), l);
+        if (d.scales == 2) {
+            s1 = _mm256_sub_epi32(s1, _mm256_mullo_epi32(x1, offset));
+            l = _mm256_fmadd_ps(_mm256_mul_ps(dx, k.s[1]), _mm256_cvtepi32_ps(s1), l);
+        }
+        if (d.minimum) l = _mm256_fmadd_ps(_mm256_mul_ps(dx, k.m), _mm256_cvtepi32_ps(x0), l);
+        acc[c] = l;
+    }
+}
+
+enum { PREFETCH = 1024 }; // bytes ahead in each of the four streams
+
+AVX2 void quantised_dot_avx2(int f, Traits d, int cols, const Tensor *t, const int64_t *row, const Acts *x,
+                             int first, float *y, int64_t ldy) {
+    const uint8_t *p[4];
+    __m256 acc[4][4];
+    const int bytes = d.bytes * 256 / d.block;
+    for (int r = 0; r < 4; r++) {
+        p[r] = t->data + (size_t)row[r] * t->stride;
+        for (int c = 0; c < cols; c++) acc[r][c] = _mm256_setzero_ps();
+    }
+    int64_t blocks = t->cols / 32, j = 0;
+    for (; j + 8 <= blocks; j += 8)
+        for (int r = 0; r < 4; r++, p[r - 1] += bytes) {
+            UNROLL for (int i = 0; i < bytes; i += 64)
+                _mm_prefetch((const char *)p[r] + PREFETCH + i, _MM_HINT_T0);
+            group_avx2(f, d, cols, t, p[r], 8, x, first, j, acc[r]);
+        }
+    if (j < blocks && d.block == 32)
+        for (int r = 0; r < 4; r++)
+            group_avx2(f, d, cols, t, p[r], (int)(blocks - j), x, first, j, acc[r]);
+    for (int c = 0; c < cols; c++)
+        for (int r = 0; r < 4; r++) y[(first + c) * ldy + row[r]] = lanes_fold_avx2(acc[r][c]);
+}
+
+AVX2 __m256 float8(int f, const uint8_t *p) {
+    if (f == F_f32) return _mm256_loadu_ps((const float *)p);
+    __m128i h = _mm_loadu_si128((const __m128i *)p);
+    if (f == F_f16) return _mm256_cvtph_ps(h);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
+
+// One block of up to 2,048 weights of four rows from k on, folded and added to total[r][c]
+AVX2 void float_block_avx2(int f, int size, int cols, const Tensor *t, const int64_t *row, const float *x,
+                           int64_t ldx, int64_t k, int len, float total[4][4]) {
+    const uint8_t *p[4];
+    __m256 acc[4][4], v[4];
+    UNROLL for (int r = 0; r < 4; r++) {
+        p[r] = t->data + (size_t)row[r] * t->stride + (size_t)(size * k);
+        UNROLL for (int c = 0; c < cols; c++) acc[r][c] = _mm256_setzero_ps();
+    }
+    int i = 0;
+    for (; i + 8 <= len; i += 8) {
+        UNROLL for (int c = 0; c < cols; c++) v[c] = _mm256_loadu_ps(x + c * ldx + k + i);
+        UNROLL for (int r = 0; r < 4; r++) {
+            __m256 w = float8(f, p[r] + size * i);
+            UNROLL for (int c = 0; c < cols; c++) acc[r][c] = _mm256_fmadd_ps(w, v[c], acc[r][c]);
+        }
+    }
+    UNROLL for (int r = 0; r < 4; r++)
+        UNROLL for (int c = 0; c < cols; c++) {
+            if (i < len) { // fewer than eight are left: lane by lane
+                float l[LANES], w[LANES];
+                _mm256_storeu_ps(l, acc[r][c]);
+                t->format->expand(t, row[r], k + i, len - i, w);
+                for (int z = 0; z < len - i; z++) l[z] = fmaf(w[z], x[c * ldx + k + i + z], l[z]);
+                acc[r][c] = _mm256_loadu_ps(l);
+            }
+            float sum = lanes_fold_avx2(acc[r][c]);
+            total[r][c] = k ? total[r][c] + sum : sum;
+        }
+}
+
+AVX2 void float_dot_avx2(int f, int size, int cols, const Tensor *t, const int64_t *row, const Acts *x,
+                         int first, float *y, int64_t ldy) {
+    float total[4][4];
+    for (int64_t k = 0; k < t->cols; k += FLOAT_BLOCK)
+        float_block_avx2(f, size, cols, t, row, x->x + first * x->ldx, x->ldx, k,
+                         (int)MIN(FLOAT_BLOCK, t->cols - k), total);
+    for (int c = 0; c < cols; c++)
+        for (int r = 0; r < 4; r++) y[(first + c) * ldy + row[r]] = total[r][c];
+}
+
+#define X(name, id, size, value)                                              \
+    AVX2_CALL void name##_dot_avx2(DOT_PARAMETERS) {                          \
+        switch (n) {                                                          \
+        case 1: float_dot_avx2(F_##name, size, 1, t, row, x, first, y, ldy); break; \
+        case 2: float_dot_avx2(F_##name, size, 2, t, row, x, first, y, ldy); break; \
+        case 3: float_dot_avx2(F_##name, size, 3, t, row, x, first, y, ldy); break; \
+        default: float_dot_avx2(F_##name, size, 4, t, row, x, first, y, ldy); \
+        }                                                                     \
+    }
+FLOATS(X)
+#undef X
+#define X(name, id, block, bytes, offset, scales, minimum, load)              \
+    AVX2_CALL void name##_dot_avx2(DOT_PARAMETERS) {                          \
+        const Traits d = {block, bytes, offset, scales, minimum};             \
+        switch (n) {                                                          \
+        case 1: quantised_dot_avx2(F_##name, d, 1, t, row, x, first, y, ldy); break; \
+        case 2: quantised_dot_avx2(F_##name, d, 2, t, row, x, first, y, ldy); break; \
+        case 3: quantised_dot_avx2(F_##name, d, 3, t, row, x, first, y, ldy); break; \
+        default: quantised_dot_avx2(F_##name, d, 4, t, row, x, first, y, ldy); \
+        }                                                                     \
+    }
+QUANTISED(X)
+#undef X
+
+AVX2_CALL void quantise_avx2(const float *x, int64_t blocks, int16_t *q, float *dx, int32_t *sum,
+                             int64_t ldb) {
+    const __m256i low = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), one = _mm256_set1_epi16(1);
+    for (int64_t j = 0; j < blocks; j++, x += 32, q += 32) {
+        __m256i v[4], m = _mm256_setzero_si256(); // as integers, |x| keep their order; NaN is above all
+        UNROLL for (int i = 0; i < 4; i++) {
+            v[i] = load32(x + 8 * i);
+            m = _mm256_max_epi32(m, _mm256_and_si256(v[i], _mm256_set1_epi32(0x7FFFFFFF)));
+        }
+        __m128i z = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
+        z = _mm_max_epi32(z, _mm_shuffle_epi32(z, 0x4E)), z = _mm_max_epi32(z, _mm_shuffle_epi32(z, 0xB1));
+        float a = _mm_cvtss_f32(_mm_castsi128_ps(z));
+        bool finite = a < INFINITY, zero = !finite || a < 0x1p-100f;
+        dx[j] = !finite ? NAN : zero ? 0 : a / 32767;
+        if (zero) {
+            memset(q, 0, 64), sum[j] = sum[j + ldb] = 0;
+            continue;
+        }
+        __m256 r = _mm256_set1_ps(32767 / a);
+        UNROLL for (int i = 0; i < 4; i++)
+            v[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_castsi256_ps(v[i]), r));
+        __m256i half[2]; // even-numbered values, odd-numbered values
+        UNROLL for (int i = 0; i < 2; i++) {
+#define PICK(a, b, mask) _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), mask))
+            __m256i ab = i ? PICK(v[0], v[1], 0xDD) : PICK(v[0], v[1], 0x88);
+            __m256i cd = i ? PICK(v[2], v[3], 0xDD) : PICK(v[2], v[3], 0x88);
+#undef PICK
+            half[i] = _mm256_permutevar8x32_epi32(_mm256_packs_epi32(ab, cd), low);
+            _mm256_storeu_si256((__m256i *)(q + 16 * i), half[i]);
+        }
+        __m256i s = _mm256_add_epi32(_mm256_madd_epi16(half[0], one), _mm256_madd_epi16(half[1], one));
+        s = _mm256_hadd_epi32(s, s), s = _mm256_hadd_epi32(s, s);
+        sum[j] = _mm256_extract_epi32(s, 0), sum[j + ldb] = _mm256_extract_epi32(s, 4);
+    }
+}
+
+// ---- AVX2, many columns. Floats: a panel is PANEL_ROWS rows of f32, a tile 4 rows x 3 columns of eight
+// lanes, part[column][row][lane].
+AVX2 void float_pack_avx2(int f, int size, const Tensor *t, int64_t row, int64_t k, int len, Panel *p) {
+    for (int r = 0; r < PANEL_ROWS; r++) {
+        const int64_t at = MIN(row + r, t->rows - 1);
+        const uint8_t *in = t->data + (size_t)at * t->stride + (size_t)(size * k);
+        for (int i = 0; i < len; i += 8) {
+            float *out = p->w[r / 2][i / 8][r % 2];
+            if (size && i + 8 <= len) _mm256_storeu_ps(out, float8(f, in + size * i));
+            else { // the end of a row; and bin, which has no vector loader
+                for (int z = 0; z < 8; z++) out[z] = -0.0f; // times 0 this is -0, which changes no lane
+                t->format->expand(t, at, k + i, MIN(8, len - i), out);
+            }
+        }
+    }
+}
+
+// One step of a tile: eight weights of each row at w times eight activations of each column
+AVX2 void float_step_avx2(int cols, const float *w, const __m256 *v, __m256 l[4][3]) {
+    UNROLL for (int r = 0; r < 4; r++) {
+        __m256 z = _mm256_loadu_ps(w + r / 2 * PANEL_K * 2 + r % 2 * 8);
+        UNROLL for (int c = 0; c < cols; c++) l[r][c] = _mm256_fmadd_ps(z, v[c], l[r][c]);
+    }
+}
+
+AVX2 void float_tile_avx2(int cols, const float *w, int len, const float *x, int64_t ldx, float *acc) {
+    const __m256i i8 = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    __m256 l[4][3], v[3];
+    UNROLL for (int r = 0; r < 4; r++)
+        UNROLL for (int c = 0; c < cols; c++) l[r][c] = _mm256_loadu_ps(acc + (c * PANEL_ROWS + r) * LANES);
+    for (; len >= 8; len -= 8, x += 8, w += 16) {
+        UNROLL for (int c = 0; c < cols; c++) v[c] = _mm256_loadu_ps(x + c * ldx);
+        float_step_avx2(cols, w, v, l);
+    }
+    if (len) {
+        const __m256i there = _mm256_cmpgt_epi32(_mm256_set1_epi32(len), i8);
+        UNROLL for (int c = 0; c < cols; c++) v[c] = _mm256_maskload_ps(x + c * ldx, there);
+        float_step_avx2(cols, w, v, l);
+    }
+    UNROLL for (int r = 0; r < 4; r++)
+        UNROLL for (int c = 0; c < cols; c++) _mm256_storeu_ps(acc + (c * PANEL_ROWS + r) * LANES, l[r][c]);
+}
+
+AVX2_CALL void float_multiply_avx2(const Format *f, const Panel *w, const Acts *x, int first, int n, int64_t k,
+                                   int len, float *part) {
+    (void)f;
+    for (int half = 0; half < PANEL_ROWS; half += 16)
+        for (int c = 0; c < n; c += 3)
+            for (int row = half; row < half + 16; row += 4) {
+                const float *in = x->x + (first + c) * x->ldx + k;
+                float *acc = part + (c * PANEL_ROWS + row) * LANES;
+                if (n - c >= 3) float_tile_avx2(3, w->w[row / 2][0][0], len, in, x->ldx, acc);
+                else if (n - c == 2) float_tile_avx2(2, w->w[row / 2][0][0], len, in, x->ldx, acc);
+                else float_tile_avx2(1, w->w[row / 2][0][0], len, in, x->ldx, acc);
+            }
+}
+
+AVX2_CALL void float_fold_avx2(const float *part, int n, int rows, bool more, float *y, int64_t ldy) {
+    for (int c = 0; c < n; c++)
+        for (int r = 0; r < rows; r++) {
+            float sum = lanes_fold_avx2(_mm256_loadu_ps(part + (c * PANEL_ROWS + r) * LANES));
+            y[c * ldy + r] = more ? y[c * ldy + r] + sum : sum;
+        }
+}
+
+// Integers: pairs of weights of 16 rows side by side, a tile 4 columns x 16 rows. A pair of activations is
+// broadcast, vpmaddwd makes 8 rows' pair products: no horizontal sums. part[tile][half][lane][column][row].
+AVX2 void transpose8(__m256i *v) { // 8 x 8 of 32 bits
+    __m256i a[8], b[8];
+    UNROLL for (int i = 0; i < 8; i += 2) {
+        a[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]), a[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 8; i += 4) {
+        b[i] = _mm256_unpacklo_epi64(a[i], a[i + 2]), b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
+        b[i + 2] = _mm256_unpacklo_epi64(a[i + 1], a[i + 3]);
+        b[i + 3] = _mm256_unpackhi_epi64(a[i + 1], a[i + 3]);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        v[i] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x20);
+        v[i + 4] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x31);
+    }
+}
+
+// Stores 8 vectors of 8 rows as 8 columns of rows, `step` 32-bit words apart
+AVX2 void store_columns(__m256i *v, void *out, int step) {
+    transpose8(v);
+    UNROLL for (int i = 0; i < 8; i++) _mm256_storeu_si256((__m256i *)((int32_t *)out + i * step), v[i]);
+}
+
+AVX2 void quantised_pack8_avx2(int f, Traits d, const Tensor *t, const uint8_t *const *p, int n, int block,
+                               int half, int r0, Panel *out) {
+    const __m256i even_byte = _mm256_set1_epi16(255), offset = _mm256_set1_epi16((short)d.offset);
+    __m256i u[8][4], v[8];
+    for (int h = 0; h < 2 && 4 * h < n; h++) {
+        for (int r = 0; r < 8; r++) quad(f, p[r], n, h, u[r]);
+        for (int i = 0; i < 4; i++) {
+            int16_t *q = out->half[half].q[block + 4 * h + i][0][r0];
+            UNROLL for (int r = 0; r < 8; r++) v[r] = _mm256_sub_epi16(_mm256_and_si256(u[r][i], even_byte), offset);
+            store_columns(v, q, 16);
+            UNROLL for (int r = 0; r < 8; r++) v[r] = _mm256_sub_epi16(_mm256_srli_epi16(u[r][i], 8), offset);
+            store_columns(v, q + 8 * 32, 16);
+        }
+    }
+    Scales s[8];
+    for (int r = 0; r < 8; r++) s[r].m = _mm256_setzero_ps(), scales(f, t, p[r], n, &s[r]);
+    for (int i = 0; i < d.scales; i++) {
+        UNROLL for (int r = 0; r < 8; r++) v[r] = _mm256_castps_si256(s[r].s[i]);
+        store_columns(v, &out->half[half].s[block][i][r0], 32);
+    }
+    if (d.minimum) {
+        UNROLL for (int r = 0; r < 8; r++) v[r] = _mm256_castps_si256(s[r].m);
+        store_columns(v, &out->half[half].m[block][r0], 16);
+    }
+}
+
+AVX2 void quantised_pack_avx2(int f, Traits d, const Tensor *t, int64_t row, int64_t k, int len, Panel *out) {
+    for (int r = 0; r < PANEL_ROWS; r += 8) {
+        const uint8_t *p[8];
+        for (int i = 0; i < 8; i++)
+            p[i] = t->data + (size_t)MIN(row + r + i, t->rows - 1) * t->stride +
+                   (size_t)(k / d.block * d.bytes);
+        for (int b = 0; b < len / 32; b += 8) {
+            int n = MIN(8, len / 32 - b);
+            if (n == 8 || d.block == 256) quantised_pack8_avx2(f, d, t, p, 8, b, r / 16, r % 16, out);
+            else quantised_pack8_avx2(f, d, t, p, n, b, r / 16, r % 16, out);
+            for (int i = 0; i < 8; i++) p[i] += d.bytes * 256 / d.block;
+        }
+    }
+}
+
+enum { TILE = 4 }; // columns
+
+AVX2 void pairs_avx2(const int16_t (*w)[16][2], const int16_t *const *q, int pair, __m256i s[TILE][2]) {
+    __m256i w0 = load32(w[pair]), w1 = load32(w[pair] + 8);
+    UNROLL for (int c = 0; c < TILE; c++) {
+        int32_t two;
+        memcpy(&two, q[c] + 2 * pair, 4);
+        __m256i v = _mm256_set1_epi32(two);
+        s[c][0] = _mm256_add_epi32(s[c][0], _mm256_madd_epi16(w0, v));
+        s[c][1] = _mm256_add_epi32(s[c][1], _mm256_madd_epi16(w1, v));
+        KEEP(s[c][0]);
+        KEEP(s[c][1]);
+    }
+}
+
+AVX2 void step_avx2(__m256i s[TILE][2], const float *scale, const float *const *dx, int block, float *lanes) {
+    __m256 w0 = _mm256_loadu_ps(scale), w1 = _mm256_loadu_ps(scale + 8);
+    UNROLL for (int c = 0; c < TILE; c++) {
+        __m256 d = _mm256_broadcast_ss(dx[c] + block);
+        float *l = lanes + 16 * c;
+        _mm256_storeu_ps(l, _mm256_fmadd_ps(_mm256_mul_ps(d, w0), _mm256_cvtepi32_ps(s[c][0]), _mm256_loadu_ps(l)));
+        _mm256_storeu_ps(l + 8, _mm256_fmadd_ps(_mm256_mul_ps(d, w1), _mm256_cvtepi32_ps(s[c][1]), _mm256_loadu_ps(l + 8)));
+        s[c][0] = s[c][1] = _mm256_setzero_si256();
+    }
+}
+
+AVX2 void quantised_tile_avx2(int per32, int minimum, const Panel *w, int half, int blocks, const int16_t *const *q0,
+                              const float *const *dx, const int32_t *const *sum, int64_t ldb, float *lanes) {
+    const int16_t *q[TILE];
+    __m256i s[TILE][2];
+    UNROLL for (int c = 0; c < TILE; c++) q[c] = q0[c], s[c][0] = s[c][1] = _mm256_setzero_si256();
+    for (int b = 0; b < blocks; b++) {
+        const int16_t (*v)[16][2] = w->half[half].q[b];
+        float *l = lanes + b % 8 * TILE * 16;
+        if (per32 == 1) {
+            UNROLL for (int i = 0; i < 8; i++) pairs_avx2(v, q, i, s);
+            UNROLL for (int i = 8; i < 16; i++) pairs_avx2(v, q, i, s);
+            step_avx2(s, w->half[half].s[b][0], dx, b, l);
+        } else {
+            for (int h = 0; h < 2; h++) {
+                UNROLL for (int i = 0; i < 4; i++) pairs_avx2(v, q, 4 * h + i, s);
+                UNROLL for (int i = 0; i < 4; i++) pairs_avx2(v, q, 8 + 4 * h + i, s);
+                step_avx2(s, w->half[half].s[b][h], dx, b, l);
+            }
+        }
+        if (minimum) {
+            UNROLL for (int c = 0; c < TILE; c++) s[c][0] = s[c][1] = _mm256_set1_epi32(sum[c][b] + sum[c][b + ldb]);
+            step_avx2(s, w->half[half].m[b], dx, b, l);
+        }
+        UNROLL for (int c = 0; c < TILE; c++) q[c] += 32;
+    }
+}
+
+AVX2_CALL void quantised_multiply_avx2(const Format *f, const Panel *w, const Acts *x, int first, int n, int64_t k,
+                                       int len, float *part) {
+    for (int half = 0; half < PANEL_ROWS / 16; half++)
+        for (int c = 0; c < n; c += TILE) {
+            float *lanes = part + (2 * c + half * TILE) * LANES * 16;
+            const int16_t *q[TILE];
+            const float *dx[TILE];
+            const int32_t *sum[TILE];
+            for (int i = 0; i < TILE; i++) { // past the last column its products are made again, for nobody
+                int64_t column = first + MIN(c + i, n - 1);
+                q[i] = x->q + column * x->ldq + k;
+                dx[i] = x->dx + column * x->ldb + k / 32;
+                sum[i] = x->sum + column * 2 * x->ldb + k / 32;
+            }
+            if (f->scales == 2) quantised_tile_avx2(2, 0, w, half, len / 32, q, dx, sum, x->ldb, lanes);
+            else if (f->minimum) quantised_tile_avx2(1, 1, w, half, len / 32, q, dx, sum, x->ldb, lanes);
+            else quantised_tile_avx2(1, 0, w, half, len / 32, q, dx, sum, x->ldb, lanes);
+        }
+}
+
+AVX2 void quantised_fold(int tile, const float *part, int n, int rows, float *y, int64_t ldy) {
+    for (int c = 0; c < n; c++)
+        for (int r = 0; r < rows; r += 8) {
+            const float *p = part + ((c / tile * 2 + r / 16) * LANES * tile + c % tile) * 16 + r % 16;
+            __m256 l[LANES];
+            float out[8];
+            UNROLL for (int i = 0; i < LANES; i++) l[i] = _mm256_loadu_ps(p + i * tile * 16);
+            UNROLL for (int i = 0; i < 4; i++) l[i] = _mm256_add_ps(l[i], l[i + 4]);
+            l[0] = _mm256_add_ps(_mm256_add_ps(l[0], l[2]), _mm256_add_ps(l[1], l[3]));
+            _mm256_storeu_ps(out, l[0]);
+            memcpy(y + c * ldy + r, out, sizeof(float) * (size_t)MIN(8, rows - r));
+        }
+}
+
+AVX2_CALL void quantised_fold_avx2(const float *part, int n, int rows, bool more, float *y, int64_t ldy) {
+    (void)more;
+    quantised_fold(TILE, part, n, rows, y, ldy);
+}
+
+// ---- AVX-512: twice the rows of a panel at once, more columns a tile; loaders and layouts are AVX2's
+#define AVX512_TARGET target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
+#define AVX512 static inline __attribute__((always_inline, AVX512_TARGET))
+#define AVX512_CALL static __attribute__((noinline, AVX512_TARGET))
+enum { FLOAT_TILE512 = 6, TILE512 = 8 };
+
+AVX512 void float_step_avx512(int cols, const float *w, const float *x, int64_t ldx, __m512 l[4][FLOAT_TILE512]) {
+    __m512 v[4];
+    UNROLL for (int r = 0; r < 4; r++) {
+        v[r] = _mm512_loadu_ps(w + r * PANEL_K * 2);
+        KEEP(v[r]);
+    }
+    UNROLL for (int c = 0; c < cols; c++) {
+        __m512 in = _mm512_broadcast_f32x8(_mm256_loadu_ps(x + c * ldx));
+        UNROLL for (int r = 0; r < 4; r++) l[r][c] = _mm512_fmadd_ps(v[r], in, l[r][c]);
+    }
+}
+
+AVX512 void float_tile_avx512(int cols, const float *w, int len, const float *x, int64_t ldx, float *acc) {
+    __m512 l[4][FLOAT_TILE512]; // a register is eight lanes of two rows
+    UNROLL for (int r = 0; r < 4; r++)
+        UNROLL for (int c = 0; c < cols; c++) l[r][c] = _mm512_loadu_ps(acc + (c * PANEL_ROWS + 2 * r) * LANES);
+    for (; len >= 8; len -= 8, x += 8, w += 16) float_step_avx512(cols, w, x, ldx, l);
+    if (len) {
+        float rest[FLOAT_TILE512 * 8];
+        for (int c = 0; c < cols; c++)
+            _mm256_storeu_ps(rest + 8 * c, _mm256_maskz_loadu_ps((__mmask8)((1 << len) - 1), x + c * ldx));
+        float_step_avx512(cols, w, rest, 8, l);
+    }
+    UNROLL for (int r = 0; r < 4; r++)
+        UNROLL for (int c = 0; c < cols; c++) _mm512_storeu_ps(acc + (c * PANEL_ROWS + 2 * r) * LANES, l[r][c]);
+}
+
+AVX512_CALL void float_multiply_avx512(const Format *f, const Panel *w, const Acts *x, int first, int n, int64_t k,
+                                       int len, float *part) {
+    (void)f;
+    for (int c = 0, cols; c < n; c += cols) {
+        cols = n - c >= FLOAT_TILE512 ? FLOAT_TILE512 : n - c >= 3 ? 3 : 1;
+        for (int row = 0; row < PANEL_ROWS; row += 8) {
+            const float *in = x->x + (first + c) * x->ldx + k;
+            float *acc = part + (c * PANEL_ROWS + row) * LANES;
+            if (cols == FLOAT_TILE512) float_tile_avx512(FLOAT_TILE512, w->w[row / 2][0][0], len, in, x->ldx, acc);
+            else if (cols == 3) float_tile_avx512(3, w->w[row / 2][0][0], len, in, x->ldx, acc);
+            else float_tile_avx512(1, w->w[row / 2][0][0], len, in, x->ldx, acc);
+        }
+    }
+}
+
+AVX512 void pairs_avx512(int cols, const Panel *w, int block, int pair, const int16_t *const *q, __m512i s[TILE512][2]) {
+    __m512i w0 = _mm512_loadu_si512(w->half[0].q[block][pair]), w1 = _mm512_loadu_si512(w->half[1].q[block][pair]);
+    UNROLL for (int c = 0; c < cols; c++) {
+        int32_t two;
+        memcpy(&two, q[c] + 32 * block + 2 * pair, 4);
+        __m512i v = _mm512_set1_epi32(two);
+        s[c][0] = _mm512_dpwssd_epi32(s[c][0], w0, v);
+        s[c][1] = _mm512_dpwssd_epi32(s[c][1], w1, v);
+    }
+}
+
+AVX512 void step_avx512(int cols, __m512i s[TILE512][2], const float *scale0, const float *scale1,
+                        const float *const *dx, int block, float *lanes) {
+    __m512 w0 = _mm512_loadu_ps(scale0), w1 = _mm512_loadu_ps(scale1);
+    UNROLL for (int c = 0; c < cols; c++) {
+        __m512 d = _mm512_set1_ps(dx[c][block]);
+        float *l = lanes + 16 * c, *m = l + LANES * TILE512 * 16;
+        _mm512_storeu_ps(l, _mm512_fmadd_ps(_mm512_mul_ps(d, w0), _mm512_cvtepi32_ps(s[c][0]), _mm512_loadu_ps(l)));
+        _mm512_storeu_ps(m, _mm512_fmadd_ps(_mm512_mul_ps(d, w1), _mm512_cvtepi32_ps(s[c][1]), _mm512_loadu_ps(m)));
+        s[c][0] = s[c][1] = _mm512_setzero_si512();
+    }
+}
+
+AVX512 void quantised_tile_avx512(int cols, int per32, int minimum, const Panel *w, int blocks, const int16_t *const *q,
+                                  const float *const *dx, const int32_t *const *sum, int64_t ldb, float *lanes) {
+    __m512i s[TILE512][2];
+    UNROLL for (int c = 0; c < cols; c++) s[c][0] = s[c][1] = _mm512_setzero_si512();
+    for (int b = 0; b < blocks; b++) {
+        float *l = lanes + b % 8 * TILE512 * 16;
+        UNROLL for (int h = 0; h < per32; h++) {
+            UNROLL for (int i = 0; i < 8 / per32; i++) pairs_avx512(cols, w, b, 4 * h + i, q, s);
+            UNROLL for (int i = 0; i < 8 / per32; i++) pairs_avx512(cols, w, b, 8 + 4 * h + i, q, s);
+            step_avx512(cols, s, w->half[0].s[b][h], w->half[1].s[b][h], dx, b, l);
+        }
+        if (minimum) {
+            UNROLL for (int c = 0; c < cols; c++) s[c][0] = s[c][1] = _mm512_set1_epi32(sum[c][b] + sum[c][b + ldb]);
+            step_avx512(cols, s, w->half[0].m[b], w->half[1].m[b], dx, b, l);
+        }
+    }
+}
+
+AVX512_CALL void quantised_multiply_avx512(const Format *f, const Panel *w, const Acts *x, int first, int n, int64_t k,
+                                           int len, float *part) {
+    for (int c = 0; c < n; c += TILE512) {
+        float *lanes = part + 2 * c * LANES * 16;
+        const int16_t *q[TILE512];
+        const float *dx[TILE512];
+        const int32_t *sum[TILE512];
+        for (int i = 0; i < TILE512; i++) {
+            int64_t column = first + MIN(c + i, n - 1);
+            q[i] = x->q + column * x->ldq + k;
+            dx[i] = x->dx + column * x->ldb + k / 32;
+            sum[i] = x->sum + column * 2 * x->ldb + k / 32;
+        }
+        bool few = n - c <= TILE512 / 2;
+        if (f->scales == 2 && few) quantised_tile_avx512(4, 2, 0, w, len / 32, q, dx, sum, x->ldb, lanes);
+        else if (f->scales == 2) quantised_tile_avx512(8, 2, 0, w, len / 32, q, dx, sum, x->ldb, lanes);
+        else if (f->minimum && few) quantised_tile_avx512(4, 1, 1, w, len / 32, q, dx, sum, x->ldb, lanes);
+        else if (f->minimum) quantised_tile_avx512(8, 1, 1, w, len / 32, q, dx, sum, x->ldb, lanes);
+        else if (few) quantised_tile_avx512(4, 1, 0, w, len / 32, q, dx, sum, x->ldb, lanes);
+        else quantised_tile_avx512(8, 1, 0, w, len / 32, q, dx, sum, x->ldb, lanes);
+    }
+}
+
+AVX512_CALL void quantised_fold_avx512(const float *part, int n, int rows, bool more, float *y, int64_t ldy) {
+    (void)more;
+    quantised_fold(TILE512, part, n, rows, y, ldy);
+}
+
+#define X(name, id, size, value)                                                                  \
+    AVX2_CALL void name##_pack_avx2(const Tensor *t, int64_t row, int64_t k, int len, Panel *p) { \
+        float_pack_avx2(F_##name, size, t, row, k, len, p);                                       \
+    }
+FLOATS(X)
+#undef X
+AVX2_CALL void bin_pack_avx2(const Tensor *t, int64_t row, int64_t k, int len, Panel *p) {
+    float_pack_avx2(F_bin, 0, t, row, k, len, p);
+}
+#define X(name, id, block, bytes, offset, scales, minimum, load)                                  \
+    AVX2_CALL void name##_pack_avx2(const Tensor *t, int64_t row, int64_t k, int len, Panel *p) { \
+        const Traits d = {block, bytes, offset, scales, minimum};                                 \
+        quantised_pack_avx2(F_##name, d, t, row, k, len, p);                                      \
+    }
+QUANTISED(X)
+#undef X
+#endif
+
+// ---- what each instruction set brings besides the formats
+typedef struct {
+    int columns; // a dot takes at most
+    void (*quantise)(const float *x, int64_t blocks, int16_t *q, float *dx, int32_t *sum, int64_t ldb);
+    struct {     // panels of floats, of integers
+        void (*multiply)(const Format *f, const Panel *w, const Acts *x, int first, int n, int64_t k, int len,
+                         float *part);
+        void (*fold)(const float *part, int n, int rows, bool more, float *y, int64_t ldy);
+    } panel[2];
+} Kernels;
+
+static const Kernels kernels[ISA_COUNT] = {
+    {COLUMNS_C, quantise_c, {{NULL, NULL}, {NULL, NULL}}},
+#ifdef HAVE_X86
+    {4, quantise_avx2, {{float_multiply_avx2, float_fold_avx2}, {quantised_multiply_avx2, quantised_fold_avx2}}},
+    {4, quantise_avx2, {{float_multiply_avx512, float_fold_avx2}, {quantised_multiply_avx512, quantised_fold_avx512}}},
+#define ALL_ISA(c, name) {c, name##_avx2, name##_avx2}
+#else
+#define ALL_ISA(c, name) {c, NULL, NULL}
+#endif
+};
+
+static const Format formats[F_COUNT] = {
+#define X(name, id, size, value) \
+    {#name, id, 1, size, false, 0, 0, 0, NULL, name##_expand, ALL_ISA(float_dot_c, name##_dot), ALL_ISA(NULL, name##_pack)},
+    FLOATS(X)
+#undef X
+    {"bin", 1000, 1, 1, false, 0, 0, 0, NULL, bin_expand, {float_dot_c, NULL, NULL}, ALL_ISA(NULL, bin_pack)},
+#define X(name, id, block, bytes, offset, scales, minimum, load)                            \
+    {#name, id, block, bytes, true, offset, scales, minimum, name##_open, quantised_expand, \
+     ALL_ISA(quantised_dot_c, name##_dot), ALL_ISA(NULL, name##_pack)},
+    QUANTISED(X)
+#undef X
+};
+
+static const Format *format_of(uint32_t gguf_type) { // NULL when unknown
+    for (int i = 0; i < F_COUNT; i++)
+        if (formats[i].id == gguf_type) return &formats[i];
+    return NULL;
+}
+
+static void tensor_row(const Tensor *t, int64_t row, float *out) { // weights as numbers
+    t->format->expand(t, row, 0, (int)t->cols, out);
+}
+
+static int isa_best(void) {
+#ifdef HAVE_X86
+    unsigned a, b, c, d;
+    bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
+    if (f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512vnni") ? ISA_AVX512 : ISA_AVX2;
+#endif
+    return ISA_C;
+}
+/* ---- vector primitives: the hot loops that are not matrix products
+ *
+ * Written once as plain loops over eight lanes and compiled once per instruction set: the body is
+ * inlined into a function that carries the target. Where the compiler would not find the vector form
+ * by itself (exp, attention over a half precision cache) the AVX2 form stands beside it and does the
+ * same operations in the same order, so the bits are the same.
+ */
+#ifdef FP_FAST_FMAF
+#define FUSED_C 1                       // this machine's plain code has a fused multiply-add
+#else
+#define FUSED_C 0                       // plain code multiplies and adds: other bits than AVX2's
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE float fma_or(bool fused, float a, float b, float c) {
+    return fused ? __builtin_fmaf(a, b, c) : a * b + c;
+}
+
+// T of the definition: eight partial sums to one.
+INLINE float lanes_sum(const float *l) {
+    return ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
+}
+
+// sum of x[k]^2, lane k mod 8
+INLINE float sum_squares_body(bool fused, const float *x, int64_t n) {
+    float l[8] = {0};
+    int64_t k = 0;
+    for (; k + 8 <= n; k += 8)
+        for (int i = 0; i < 8; i++) l[i] = fma_or(fused, x[k + i], x[k + i], l[i]);
+    for (int i = 0; k < n; k++, i++) l[i] = fma_or(fused, x[k], x[k], l[i]);
+    return lanes_sum(l);
+}
+
+// EXP of the definition. x = n ln 2 + r with n a whole number and |r| <= ln 2 / 2; e^r by its series
+// to the seventh power (off by 5e-9 of the value), 2^n by adding to the exponent. The rounding to n is
+// the addition of 1.5 * 2^23, which also leaves n in the low bits. NaN stays NaN.
+#define EXP_LOW -87.0f
+#define EXP_HIGH 88.0f
+#define EXP_ROUND 12582912.0f
+#define LOG2_E 1.44269504f
+#define LN2_HIGH 0.693359375f           // few bits: n * LN2_HIGH is exact
+#define LN2_LOW -2.12194440e-4f
+
+INLINE float exp_body(bool fused, float x) {
+    x = EXP_LOW > x ? EXP_LOW : x;
+    x = EXP_HIGH < x ? EXP_HIGH : x;
+    float t = fma_or(fused, x, LOG2_E, EXP_ROUND), n = t - EXP_ROUND;
+    float r = fma_or(fused, n, -LN2_LOW, fma_or(fused, n, -LN2_HIGH, x));
+    float p = 1.0f / 5040;
+    p = fma_or(fused, p, r, 1.0f / 720);
+    p = fma_or(fused, p, r, 1.0f / 120);
+    p = fma_or(fused, p, r, 1.0f / 24);
+    p = fma_or(fused, p, r, 1.0f / 6);
+    p = fma_or(fused, p, r, 0.5f);
+    p = fma_or(fused, p, r, 1.0f);
+    p = fma_or(fused, p, r, 1.0f);
+    uint32_t bits, scale;
+    memcpy(&bits, &p, 4), memcpy(&scale, &t, 4);
+    bits += scale << 23;
+    memcpy(&p, &bits, 4);
+    return x != x ? x : p;
+}
+
+// x[i] = EXP(x[i] - max) for from <= i < to, and their sum in lane i mod 8
+INLINE float exps_body(bool fused, float *x, int64_t from, int64_t to, float max) {
+    float l[8] = {0};
+    for (int64_t i = from; i < to; i++) {
+        x[i] = exp_body(fused, x[i] - max);
+        l[i & 7] += x[i];
+    }
+    return lanes_sum(l);
+}
+
+// out = silu(gate) * up
+INLINE void swiglu_body(bool fused, float *out, const float *gate, const float *up, int64_t n) {
+    for (int64_t i = 0; i < n; i++) out[i] = gate[i] / (1.0f + exp_body(fused, -gate[i])) * up[i];
+}
+
+INLINE float row_max_body(const float *x, int64_t from, int64_t to) { // any order gives the same
+    float max = x[from];
+    for (int64_t i = from; i < to; i++) max = x[i] > max ? x[i] : max;
+    return max;
+}
+
+/* Attention over the cache of one kv head. Keys lie eight positions to a block, [block][d][8], so that
+ * a vector holds one element of eight keys and no sum runs across lanes; values lie [position][d].
+ * Both are float or half. score = (fma chain over d) * scale; mix = fma chain over positions. */
+INLINE float kv_at(const void *p, bool half, int64_t i) {
+    uint16_t h;
+    if (!half) return f32_at((const uint8_t *)p + 4 * i);
+    memcpy(&h, (const uint8_t *)p + 2 * i, 2);
+    return f16_to_f32(h);
+}
+
+// out[j][8 b + lane] for nq queries q[j][d] and blocks from <= b < to
+INLINE void scores_body(bool fused, bool half, const float *const *q, int nq, const void *keys, int d,
+                        int64_t from, int64_t to, float scale, float *const *out) {
+    for (int64_t b = from; b < to; b++)
+        for (int j = 0; j < nq; j++) {
+            float l[8] = {0};
+            for (int k = 0; k < d; k++)
+                for (int i = 0; i < 8; i++)
+                    l[i] = fma_or(fused, q[j][k], kv_at(keys, half, (b * d + k) * 8 + i), l[i]);
+            for (int i = 0; i < 8; i++) out[j][8 * b + i] = l[i] * scale;
+        }
+}
+
+// out[j][k] = fma chain over positions from <= i < to of e[j][i] * values[i][k], going on from out
+INLINE void mix_body(bool fused, bool half, const float *const *e, int nq, const void *values, int d,
+                     int first, int64_t from, int64_t to, float *const *out) {
+    for (int64_t i = from; i < to; i++)
+        for (int j = 0; j < nq; j++)
+            for (int k = first; k < d; k++)
+                out[j][k] = fma_or(fused, e[j][i], kv_at(values, half, i * d + k), out[j][k]);
+}
+
+enum { QUERY_TILE = 4 }; // queries that share one reading of the keys and values
+
+typedef struct { // the primitives of one instruction set
+    float (*sum_squares)(const float *x, int64_t n);
+    float (*exps)(float *x, int64_t from, int64_t to, float max);
+    void (*swiglu)(float *out, const float *gate, const float *up, int64_t n);
+    float (*row_max)(const float *x, int64_t from, int64_t to);
+    void (*scores)(bool half, const float *const *q, int nq, const void *keys, int d,
+                   int64_t from, int64_t to, float scale, float *const *out);
+    void (*mix)(bool half, const float *const *e, int nq, const void *values, int d,
+                int64_t from, int64_t to, float *const *out);
+} VecOps;
+
+static float sum_squares_c(const float *x, int64_t n) { return sum_squares_body(FUSED_C, x, n); }
+static float exps_c(float *x, int64_t from, int64_t to, float max) {
+    return exps_body(FUSED_C, x, from, to, max);
+}
+static float row_max_c(const float *x, int64_t from, int64_t to) { return row_max_body(x, from, to); }
+static void swiglu_c(float *out, const float *gate, const float *up, int64_t n) {
+    swiglu_body(FUSED_C, out, gate, up, n);
+}
+static void scores_c(bool half, const float *const *q, int nq, const void *keys, int d, int64_t from,
+                     int64_t to, float scale, float *const *out) {
+    scores_body(FUSED_C, half, q, nq, keys, d, from, to, scale, out);
+}
+static void mix_c(bool half, const float *const *e, int nq, const void *values, int d, int64_t from,
+                  int64_t to, float *const *out) {
+    mix_body(FUSED_C, half, e, nq, values, d, 0, from, to, out);
+}
+
+#ifdef HAVE_X86
+AVX2_CALL float sum_squares_avx2(const float *x, int64_t n) {
+    __m256 s = _mm256_setzero_ps();
+    int64_t k = 0;
+    for (; k + 8 <= n; k += 8) {
+        __m256 v = _mm256_loadu_ps(x + k);
+        s = _mm256_fmadd_ps(v, v, s);
+    }
+    float l[8];
+    _mm256_storeu_ps(l, s);
+    for (int i = 0; k < n; k++, i++) l[i] = __builtin_fmaf(x[k], x[k], l[i]);
+    return lanes_sum(l);
+}
+
+AVX2 __m256 exp_avx2(__m256 x) { // exp_body, eight at a time
+    x = _mm256_max_ps(_mm256_set1_ps(EXP_LOW), x);
+    x = _mm256_min_ps(_mm256_set1_ps(EXP_HIGH), x);
+    __m256 t = _mm256_fmadd_ps(x, _mm256_set1_ps(LOG2_E), _mm256_set1_ps(EXP_ROUND));
+    __m256 n = _mm256_sub_ps(t, _mm256_set1_ps(EXP_ROUND));
+    __m256 r = _mm256_fmadd_ps(n, _mm256_set1_ps(-LN2_HIGH), x);
+    r = _mm256_fmadd_ps(n, _mm256_set1_ps(-LN2_LOW), r);
+    __m256 p = _mm256_set1_ps(1.0f / 5040);
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f / 720));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f / 120));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f / 24));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f / 6));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(0.5f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f));
+    __m256i bits = _mm256_add_epi32(_mm256_castps_si256(p),
+                                    _mm256_slli_epi32(_mm256_castps_si256(t), 23));
+    return _mm256_blendv_ps(_mm256_castsi256_ps(bits), x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+}
+
+AVX2_CALL float exps_avx2(float *x, int64_t from, int64_t to, float max) {
+    float l[8] = {0};
+    int64_t i = from;
+    for (; i < to && (i & 7); i++) l[i & 7] += x[i] = exp_body(true, x[i] - max);
+    __m256 sum = _mm256_loadu_ps(l);
+    for (; i + 8 <= to; i += 8) {
+        __m256 e = exp_avx2(_mm256_sub_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(max)));
+        _mm256_storeu_ps(x + i, e);
+        sum = _mm256_add_ps(sum, e);
+    }
+    _mm256_storeu_ps(l, sum);
+    for (; i < to; i++) l[i & 7] += x[i] = exp_body(true, x[i] - max);
+    return lanes_sum(l);
+}
+
+AVX2_CALL float row_max_avx2(const float *x, int64_t from, int64_t to) {
+    __m256 m = _mm256_set1_ps(x[from]);
+    int64_t i = from;
+    for (; i + 8 <= to; i += 8) m = _mm256_max_ps(_mm256_loadu_ps(x + i), m);
+    float l[8];
+    _mm256_storeu_ps(l, m);
+    float max = row_max_body(l, 0, 8), rest = i < to ? row_max_body(x, i, to) : max;
+    return rest > max ? rest : max;
+}
+
+AVX2_CALL void swiglu_avx2(float *out, const float *gate, const float *up, int64_t n) {
+    const __m256 one = _mm256_set1_ps(1.0f), sign = _mm256_set1_ps(-0.0f);
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        __m256 g = _mm256_loadu_ps(gate + i);
+        __m256 s = _mm256_div_ps(g, _mm256_add_ps(one, exp_avx2(_mm256_xor_ps(g, sign))));
+        _mm256_storeu_ps(out + i, _mm256_mul_ps(s, _mm256_loadu_ps(up + i)));
+    }
+    swiglu_body(true, out + i, gate + i, up + i, n - i);
+}
+
+AVX2 __m256 kv_load(const void *p, bool half, int64_t i) { // elements i .. i + 7
+    return half ? _mm256_cvtph_ps(_mm_loadu_si128((const void *)((const uint8_t *)p + 2 * i)))
+                : _mm256_loadu_ps((const float *)p + i);
+}
+
+AVX2 void scores_tile(int nq, bool half, const float *const *q, const void *keys, int d,
+                             int64_t from, int64_t to, float scale, float *const *out) {
+    for (int64_t b = from; b < to; b += 2) { // a pair of blocks keeps the units busy
+        bool pair = b + 1 < to;
+        int64_t at = b * d * 8, next = pair ? at + 8 * d : at;
+        __m256 s[QUERY_TILE][2];
+        for (int j = 0; j < nq; j++) s[j][0] = s[j][1] = _mm256_setzero_ps();
+        for (int k = 0; k < d; k++) {
+            __m256 k0 = kv_load(keys, half, at + 8 * k), k1 = kv_load(keys, half, next + 8 * k);
+            #pragma GCC unroll 4
+            for (int j = 0; j < nq; j++) {
+                __m256 x = _mm256_broadcast_ss(q[j] + k);
+                s[j][0] = _mm256_fmadd_ps(x, k0, s[j][0]);
+                s[j][1] = _mm256_fmadd_ps(x, k1, s[j][1]);
+            }
+        }
+        for (int j = 0; j < nq; j++) {
+            _mm256_storeu_ps(out[j] + 8 * b, _mm256_mul_ps(s[j][0], _mm256_set1_ps(scale)));
+            if (pair) _mm256_storeu_ps(out[j] + 8 * b + 8, _mm256_mul_ps(s[j][1], _mm256_set1_ps(scale)));
+        }
+    }
+}
+
+// V vectors of eight dimensions, from dimension k on, for nq queries: V * nq sums stay in registers
+AVX2 void mix_tile(int nq, bool half, int V, const float *const *e, const void *values, int d,
+                          int k, int64_t from, int64_t to, float *const *out) {
+    __m256 s[QUERY_TILE][4];
+    for (int j = 0; j < nq; j++)
+        for (int v = 0; v < V; v++) s[j][v] = _mm256_loadu_ps(out[j] + k + 8 * v);
+    for (int64_t i = from; i < to; i++) {
+        __m256 x[4];
+        #pragma GCC unroll 4
+        for (int v = 0; v < V; v++) x[v] = kv_load(values, half, i * d + k + 8 * v);
+        #pragma GCC unroll 4
+        for (int j = 0; j < nq; j++)
+            #pragma GCC unroll 4
+            for (int v = 0; v < V; v++)
+                s[j][v] = _mm256_fmadd_ps(_mm256_broadcast_ss(e[j] + i), x[v], s[j][v]);
+    }
+    for (int j = 0; j < nq; j++)
+        for (int v = 0; v < V; v++) _mm256_storeu_ps(out[j] + k + 8 * v, s[j][v]);
+}
+
+AVX2 void mix_queries(int nq, bool half, const float *const *e, const void *values, int d,
+                             int64_t from, int64_t to, float *const *out) {
+    int k = 0;
+    if (nq <= 2) // more dimensions at once where there are fewer queries
+        for (; k + 32 <= d; k += 32) mix_tile(nq, half, 4, e, values, d, k, from, to, out);
+    for (; k + 16 <= d; k += 16) mix_tile(nq, half, 2, e, values, d, k, from, to, out);
+    for (; k + 8 <= d; k += 8) mix_tile(nq, half, 1, e, values, d, k, from, to, out);
+    if (k < d) mix_body(true, half, e, nq, values, d, k, from, to, out);
+}
+
+// one call with the number of queries and the type of the cache as constants of the compiler
+#define AS_CONSTANTS(f, ...) do { switch (2 * nq + half) { \
+    case 2: f(1, false, __VA_ARGS__); break; case 3: f(1, true, __VA_ARGS__); break; \
+    case 4: f(2, false, __VA_ARGS__); break; case 5: f(2, true, __VA_ARGS__); break; \
+    case 6: f(3, false, __VA_ARGS__); break; case 7: f(3, true, __VA_ARGS__); break; \
+    case 8: f(4, false, __VA_ARGS__); break; case 9: f(4, true, __VA_ARGS__); break; } } while (0)
+
+AVX2_CALL void scores_avx2(bool half, const float *const *q, int nq, const void *keys, int d,
+                             int64_t from, int64_t to, float scale, float *const *out) {
+    AS_CONSTANTS(scores_tile, q, keys, d, from, to, scale, out);
+}
+
+AVX2_CALL void mix_avx2(bool half, const float *const *e, int nq, const void *values, int d,
+                          int64_t from, int64_t to, float *const *out) {
+    AS_CONSTANTS(mix_queries, e, values, d, from, to, out);
+}
+#undef AS_CONSTANTS
+#endif
+
+static const VecOps vec_ops[ISA_COUNT] = {
+    [ISA_C] = {sum_squares_c, exps_c, swiglu_c, row_max_c, scores_c, mix_c},
+#ifdef HAVE_X86
+    [ISA_AVX2] = {sum_squares_avx2, exps_avx2, swiglu_avx2, row_max_avx2, scores_avx2, mix_avx2},
+    [ISA_AVX512] = {sum_squares_avx2, exps_avx2, swiglu_avx2, row_max_avx2, scores_avx2, mix_avx2},
+#endif
+};
+/* ------------------------------------------------------------------------------------------------
+ * Chapter 3. Vectors and matrices
+ */
+static int64_t odd_lines(int64_t bytes) { // a row's bytes: an odd number of cache lines
+    return ((bytes + 63) / 64 | 1) * 64;
+}
+
+static Acts acts_shape(int n, int64_t cols) {
+    int64_t blocks = (cols + 255) / 256 * 8; // kernels walk eight blocks at a time
+    return (Acts){.n = n, .cols = cols, .ldx = odd_lines(cols * 4) / 4, .ldq = odd_lines(blocks * 64) / 2,
+                  .ldb = odd_lines(blocks * 4) / 4};
+}
+
+static size_t acts_bytes(int max_n, int64_t max_cols) {
+    Acts a = acts_shape(max_n, max_cols);
+    return (size_t)max_n * (size_t)(a.ldx * 4 + a.ldq * 2 + a.ldb * 12);
+}
+
+static Acts acts_at(uint8_t *mem, int n, int64_t cols) { // mem: 64-byte aligned
+    Acts a = acts_shape(n, cols);
+    a.x = (float *)(void *)mem;
+    a.q = (int16_t *)(void *)(a.x + n * a.ldx);
+    a.dx = (float *)(void *)(a.q + n * a.ldq);
+    a.sum = (int32_t *)(void *)(a.dx + n * a.ldb);
+    return a;
+}
+
+static void acts_quantise(int isa, Acts *a, int row) {
+    if (a->cols % 32) return;
+    int64_t blocks = a->cols / 32, padded = (blocks + 7) / 8 * 8;
+    int16_t *q = a->q + row * a->ldq;
+    float *dx = a->dx + row * a->ldb;
+    int32_t *sum = a->sum + 2 * row * a->ldb;
+    kernels[isa].quantise(a->x + row * a->ldx, blocks, q, dx, sum, a->ldb);
+    memset(q + 32 * blocks, 0, (size_t)(padded - blocks) * 64);
+    for (int64_t j = blocks; j < padded; j++) dx[j] = 0, sum[j] = sum[j + a->ldb] = 0;
+}
+
+typedef struct { const Tensor *w; float *y; int64_t ldy; } Product;
+
+typedef struct {
+    Panel panel;
+    float part[PANEL_COLUMNS * PANEL_ROWS * LANES];
+} Scratch;
+
+static size_t matmul_scratch(void) { return sizeof(Scratch); }
+
+enum { FEW_COLUMNS = 8, STREAM_ROWS = 16 };
+
+static bool by_panels(const Worker *w, const Acts *x, const Format *f) {
+    int isa = w->team->isa;
+    return f->pack[isa] && (x->n > FEW_COLUMNS || !f->dot[isa]);
+}
+
+static long product_tickets(const Worker *w, const Acts *x, const Tensor *t) {
+    if (by_panels(w, x, t->format)) return (long)((t->rows + PANEL_ROWS - 1) / PANEL_ROWS);
+    return (long)(((t->rows + 3) / 4 + STREAM_ROWS - 1) / STREAM_ROWS);
+}
+
+static void product_dots(const Worker *w, const Acts *x, const Product *p, long ticket) {
+    const Tensor *t = p->w;
+    int64_t quarter = (t->rows + 3) / 4, begin = ticket * STREAM_ROWS, end = MIN(quarter, begin + STREAM_ROWS);
+    int most = kernels[w->team->isa].columns;
+    for (int64_t i = begin; i < end; i++) {
+        int64_t row[4];
+        for (int r = 0; r < 4; r++) row[r] = MIN(t->rows - 1, i + r * quarter);
+        for (int c = 0; c < x->n; c += most)
+            t->format->dot[w->team->isa](t, row, x, c, MIN(most, x->n - c), p->y, p->ldy);
+    }
+}
+
+static void product_panels(const Worker *w, const Acts *x, const Product *p, long ticket) {
+    const Tensor *t = p->w;
+    const Format *f = t->format;
+    const Kernels *k = &kernels[w->team->isa];
+    Scratch *s = (Scratch *)(void *)w->scratch;
+    const int64_t row = ticket * PANEL_ROWS, fold_every = f->quantised ? INT64_MAX : FLOAT_BLOCK;
+    const int step = f->quantised ? 32 * PANEL_BLOCKS : PANEL_K, rows = (int)MIN(PANEL_ROWS, t->rows - row);
+    for (int first = 0; first < x->n; first += PANEL_COLUMNS) {
+        int n = MIN(PANEL_COLUMNS, x->n - first);
+        for (int64_t at = 0; at < t->cols; at += step) {
+            int len = (int)MIN(step, t->cols - at);
+            if (at % fold_every == 0) memset(s->part, 0, sizeof *s->part * (size_t)((n + 7) / 8 * 8 * PANEL_ROWS * LANES));
+            f->pack[w->team->isa](t, row, at, len, &s->panel);
+            k->panel[f->quantised].multiply(f, &s->panel, x, first, n, at, len, s->part);
+            if ((at + len) % fold_every == 0 || at + len == t->cols)
+                k->panel[f->quantised].fold(s->part, n, rows, at >= fold_every, p->y + first * p->ldy + row, p->ldy);
+        }
+    }
+}
+
+static void matmul(Worker *w, const Acts *x, const Product *list, int count) {
+    for (;;) {
+        long ticket = team_take(w->team), tickets;
+        int i = 0;
+        for (; i < count && ticket >= (tickets = product_tickets(w, x, list[i].w)); i++) ticket -= tickets;
+        if (i == count) break;
+        (by_panels(w, x, list[i].w->format) ? product_panels : product_dots)(w, x, &list[i], ticket);
+    }
+    team_wait(w->team);
+}
+/* ------------------------------------------------------------------------------------------------
+ * Chapter 7. Letters
+ *
+ * Before a text becomes tokens it is cut into words, and what a word is stands in a regular
+ * expression that came with the model: each family's authors wrote their own, and one wrong cut
+ * shifts the ids of all that follows. So we keep the authors' expressions as data and interpret
+ * them. The idea that makes this small: a text is decoded once into Letters, which carry their
+ * Unicode class, and a repeated set can only be followed back one letter at a time. The matcher
+ * therefore recurses on the pattern and never on the text: a megabyte of spaces needs no more stack
+ * than one. The price: no general backtracking into groups, which no pre-tokeniser uses, and a
+ * class table of 1.1 MB, expanded in about a millisecond from the string below. Bytes that are no
+ * UTF-8 are letters too, of one byte each, so nothing a user types is lost or refused.
+ */
+
+// ---- UTF-8
+// Bytes of the character at p: 1 to 4; 0 if the n bytes are only its beginning; -1 if it is invalid
+// (stray continuation, overlong, surrogate, above U+10FFFF). Reads no byte after the first wrong.
+static int utf8_length(const char *p, size_t n) {
+    uint8_t a = (uint8_t)p[0];
+    if (a < 0x80) return 1;
+    if (a < 0xC2 || a > 0xF4) return -1;
+    int need = a < 0xE0 ? 2 : a < 0xF0 ? 3 : 4;
+    uint8_t lo = a == 0xE0 ? 0xA0 : a == 0xF0 ? 0x90 : 0x80;
+    uint8_t hi = a == 0xED ? 0x9F : a == 0xF4 ? 0x8F : 0xBF;
+    for (int i = 1; i < need; i++, lo = 0x80, hi = 0xBF) {
+        if ((size_t)i >= n) return 0;
+        if ((uint8_t)p[i] < lo || (uint8_t)p[i] > hi) return -1;
+    }
+    return need;
+}
+
+// Takes one character from the n > 0 bytes at p: its length; *code is U+FFFD for one invalid byte.
+static int utf8_next(const char *p, size_t n, uint32_t *code) {
+    const uint8_t *b = (const uint8_t *)p;
+    int length = utf8_length(p, n);
+    if (length == 1) return *code = b[0], 1;
+    if (length < 1) return *code = 0xFFFD, 1;
+    *code = b[0] & (0x7Fu >> length);
+    for (int i = 1; i < length; i++) *code = *code << 6 | (b[i] & 63u);
+    return length;
+}
+
+static void utf8_put(Str *out, uint32_t c) {
+    char b[4];
+    int n = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
+    for (int i = n - 1; i > 0; i--, c >>= 6) b[i] = (char)(0x80 | (c & 63));
+    b[0] = (char)(n == 1 ? c : (0xF00u >> n & 0xFF) | c);
+    str_add(out, b, (size_t)n);
+}
+
+// ---- Unicode 16: classes of code points. White space is one more: it overlaps no other.
+enum { UNI_OTHER, UNI_LU, UNI_LT, UNI_LL, UNI_LM, UNI_LO, UNI_M, UNI_N, UNI_P, UNI_S, UNI_SPACE };
+enum { UNI_CLASSES = 11, UNI_COUNT = 0x110000 };
+
+// Runs of one class, written by tests/unicode.py. A character v + '#' is a run of class v % 11 and
+// length v / 11 + 1; lengths above 7 follow as base-32 digits, low first. The twelfth class of a
+// long run is so many pairs "Lu Ll", as alphabets come.
+static const char uni_runs[] =
+    "p9YpB-A,b,Lw:6B6qJA,+,sJ+,+,Z-pJ-+X+7(+,#M5,&6,*(+@+qG,fsH,s8{K$1{7$1{G/&$&$</&$&/&:1E&/&:</&/"
+    "&{2/&$1$&/&:&$&/1($<I$%&$%&$%&{7$1{8$1$%&$&:&{L$h/&/1$&E&{3$sU2(sKtBMt<y>Sn','yAv`3{2',$&.'<+$"
+    "D7$+:#$#/&qA#q9sS1$1:<{;$R$&,$&/1qc1s`1{A,k{K/&{5$1{`1#qV1.'bsY16.B#v]1+)+4+4+)p8uKDI6pAB6,67v"
+    ";+#AuP1'u:vEw:L3)uS3+(k#,`24,J3w:>7(x>.()uNvK.ui2v;(p>w:uQ1v92,A'.)7uFJ'v9'?'U.x?#uI?.+#u;OuH,"
+    "_p8v9uY1'vH#vQ1uf1?(vB(ku:46w:+'u??#u8.3.uF#j#(9I.)(k.4.?(p8)D3#>4.w:37a7(+).?#_D3.uF#j#3#3#3."
+    ")#UD4.?9)eI#(ew:4>)+p:?#u9#>#uF#j#3#T.)(v8#?#?.(p?34.w:+,e(`#?#u8.3.uF#j#3#T.)(k.4.?e?D3#>4.w:"
+    ",(ap:)(#_9>#I93#(#3939>9u<DU9?#J.(Z)p>w=y8OUu8#>#uG#u@.)(k#?#Je4#>.(.34.w:e+l,(?+u8#>#uG#u:#T."
+    ")(k#?#Je4Z3#34.w:#3)p<Ju9#>#uY14(k#?#J(,D>)l>4.wC,_#?#uB9uH#u9#(.j9)D`#)#v8Zw:.4+p<u`1)3kD,_'v"
+    "8+w:6pU13#(#T#uH#(#u:)3v9(.T#'#k#w:.IpP1(Bx?,+B4cwD,),),)L4u8#uT1DvD+4Tv;#vT1#y8)c#7WM6pU1u[1v"
+    "D(w:b_JI?(?3k>Ju=v<()w:J7qV1#$O$.s[1+'<uY:#I.j#(#I.uY1#I.uQ1#I.j#(#I.u?#ui1#I.uS2.?x9wD9u@y:Zq"
+    "f2.].+u\\C,+uA-uJ69u[2A@u8euBJp9uC?6p9uB4p<u=#>#4p<ud1vP1A'A,().w:Zw:Zx;?#)w:ZuS1'ue1eT4uR1)(O"
+    "uV2p:uO#v<Dv<D,96w:uN.Tp;u\\1DuJZw;9yR1uGU.6ue1v:#vM.)w:Zw:Zm'b.vOpa1Uu_1vAu8#6w:my:v9y9A?uNv="
+    "3w:u\\1v>p8LuT1vD9Ww:9>w:uN^6s9$&Oq[1.:x8p8?+vEI)_)3?(Os\\1to1s='sR1tU1vP2{Z2$s9{`1$s9q8].[.s8"
+    "q8s8q8].[.s8#$#$#$#$s8q8s>.s8r8s8r8s8r8R#1E%,&B<#1E%BG.1E#Bs8PB.<#1E%7#z;OxH8O-xD,x=,x<-p@*'.a"
+    "B6'w:B6#t=9yQ1p?vQ1p?7$M$7&:1:&,$BPc$,$,$,E,&E&I&71/X$GM&,wc1$&V7Dyh;LyM6yo7pFy;pEwl1y^2wFyXCx"
+    ">wNya16yOx:yc<xFyo1LyP16yf;.yP1#yY3q`1s`1$&:1{3E&$1$]2:&{`1$1c{2?$&OL*6sV1#&O&.uh1e'+p>)uGp9j#"
+    "j#j#j#j#j#j#j#vP1x_1'xP17x<pR1yJ#yi2p<yf6pJy@-A,'(*x:7x<,w9`+S7@'(+7#uf2.472(+uj2+=(Ou[1#un2#7"
+    "Ky:uP1yV1p9,u@yO#w:yNw8,w?yP1w:yW1w?yP:uP^6yP2ue`D'ugS19yg1p9uX1^6u\\8'Au@w:3pD{G(J+v:+'{>24uV"
+    "2w:4bp8yGt97{6$<{O's8{2/&{4'7{2($&$<{:P&P&{7E&$&/&.$&#&#&{3$pE=$&(2&j)>)I)uGUM)9aMZud1Lp84ub1v"
+    "Bp86w:ZvB_A(+3)w:uLv86uGv=p;+uM9Ju_1v>x=#'w:D6T)'u9w:T#uY1v>p9>)u84.w:.Lu@'_B(?ub1)(?34T4()(pH"
+    "3'6u;U6(24p:_._._p9j#j#s[1,Hs9'7Ds`2uS1v8+4.w:ZuTm:p<uGDua1pTX8u^;.uZ3pV1hp<RO()u:,u=#T#(#3#3#"
+    "u\\3yAp@u[;6y@uP2.uf1e,pP1u<Mv@x:Zv@xS1#x>,+B#+,6DT#uW4DA,b,Lw:6B6qJA,+,sJ+,+,mu:'u]12uO9_._._"
+    ".>9n#np=7.u<#uJ#uC#3#u?.u>pR1uk3OADw]19y9wi1yA5B#y=9,p_1y]1)pR4uM9ua1p?)wKDuP1Kp9uD*u8*OuV1UOu"
+    "N#+uT1Du8+VpZ1qX1sX1u^2.w:ZqT1DsT1DuX1p8ud1p;+q;#q?#f#/#s;#s?#h#19ud1p<ug9p9uFp:u8pH^#tZ1#t9pU"
+    "2_.(#u\\1#39(.uG#+w8uG7luOp8w9p`1uC#3OVuFa9+uJO+pP2uh1D53w@.w^1(?#4OJI#>#uM.?D)w9ex9euM5+uM@pP"
+    "1u8,uL4DVmp9uf19muF.w8uCOw8uBeLp<lp`2uY2pg1qc1p=sc1eauT1Jp8w:Zw:I'(qF9U+'sFp87p`6wO#uZ1#4+.3p@"
+    ">pg1JuMw:(p8uFv;KWpFuBJLpV1uElpDuGp9?ue1v?mDwN)34(p9Ju]1v;6#L)p=uIew:Z?uT1v>#w:L(4(p8uS1)6(p9?"
+    "u`1v>ILJ+4w:(+(A#wDp;uB#uIv<b)3)pn1j#(#I#u?#u:+Zu_1v<Ow:ZJ#u8.3.uF#j#3#T#4(k.4.?.(Z)OT4.k9Up;u"
+    ":#(.(#uV1#(v9#).)#J#U()(6#6p84pMue1vBIWw:6#+)>pNu`1vD3+(p8w:pV5u_1k.v9xGI4pR1u`1vAA(p;w:Zx=pCu"
+    "[1v=(+Zw:ZwDpLuK.v?Dw<A,jpi5u\\1v?+pT3qP1sP1wCp<u8.(.u8#3#uH`#4.J()(4Ap9w:pV2u8.uW1k.k(+()pK(v"
+    ":uX1k(Jx8)p8(v;u^1v@A(Wp=uY2ex:pf5uQ1+p>w:Zu9#uU1v8#v8(Wp:wM96uN.vF#v>pY2j#3#uV1`9)#4#k()p8w:Z"
+    "_#3#uP1U#4#U(ew:pf9uCJ6e4()u=#uR1k9Ux=w:)pe2(p?wEyMp=+ujLpV3w_3#Wp;uT6p\\b2uQ36p=u`Q1p@)_v?p:u"
+    "kl3OuWBpie6uNvBw:pVf1uiAeuO#w:D6u_2#w:ZuN.U+p:u`1kWMH+,p:w:#l#uEOuCp`==uX12Aw:pV6qP1sP1wGLpU3u"
+    "[2D)(vg1eJt=pP22+')p;4p>uho5p8ufV1pY1u:pWg8H#i#2#uS9p?(pM>.(p>Ip8u\\<pTX2u[3Ou=9u9eu:.,4+pPk3y"
+    "`7w:Zyd=p\\2v^1.vGp9yd3pl1yf7p:yW1.yl1UB`p8v87kyNJym1pEyR2?,pj3wDp<wDp<yg2p9wIpW4qJsJqJh#sBqJs"
+    "J$#/.$./.E#q8G#&#h#s;qJsJ/#E.q8#f#sJ/#E#P#$9f#sJqJsJqJsJqJsJqJsJqJsJqJsL.qI,sI,]qI,sI,]qI,sI,]"
+    "qI,sI,]qI,sI,]$&.wb1yP@vg1Mvb1y8)y>)7Wp?U#v?p`R1s:(sDZ]pe6k#vA.k#4#UOtn1pQ1)p`3u]19ki.w:D(,pP:"
+    "uN)pAu\\1Jw:O,p`>uK'Jw:pf6uN4(w:D+pP?j#I#3#u?#uU6.w9kpY1qR1sR1k'Dw:D6paHwk1,@,Kp\\2w]1,w?pR6I#"
+    "uK#3#(.(#u:#I#(#(Z(D(#(#(#>#3#(.(#(#(#(#(#3#(.I#j#I#I#(#u:#uAO>#T#uApd17p^8y\\1DyT3p<y?.y?#y?#"
+    "yU1p:w=yQ5ph1yMp=y\\1Dy9e7p>cpj4yhNDyA9y=9yg3Dyo2Zy<D,p?y<Dyh1p8y:ZyX1p8yN.y<D7pn1yd:p<y>.y=9y"
+    ":Oyh1ey?.y;Zy9eyc4#yl2w:pVP1uPgY1pP1ujQ4Zun6.uRd5p>uaY7p?u^CpR]2un@pR_1u[j4OuPS4p`ZgEv`7p``o5";
+
+static uint8_t *uni_new(void) { // the class of every code point
+    uint8_t *class = xalloc(UNI_COUNT, 1);
+    size_t at = 0;
+    for (const char *p = uni_runs; *p;) {
+        int v = *p++ - '#', k = v % UNI_CLASSES;
+        size_t n = (size_t)(v / UNI_CLASSES + 1);
+        if (n > 7) {
+            n = 0;
+            for (int shift = 0, more = 1; more; shift += 5) {
+                int digit = *p++ - '0';
+                n |= (size_t)(digit & 31) << shift, more = digit & 32;
+            }
+        }
+        if (v < 8 * UNI_CLASSES) memset(class + at, k, n), at += n;
+        else
+            for (; n; n--) class[at++] = UNI_LU, class[at++] = UNI_LL;
+    }
+    assert(at == UNI_COUNT);
+    return class;
+}
+
+// A letter of a text: code point (21 bits), class (4 bits), length in bytes (3 bits).
+typedef uint32_t Letter;
+static uint32_t letter_code(Letter l) { return l & 0x1FFFFF; }
+static int letter_class(Letter l) { return l >> 21 & 15; }
+static int letter_bytes(Letter l) { return (int)(l >> 25); }
+
+static int letters_from(Letter *out, const uint8_t *uni, Span text) { // out: text.n Letters; count
+    int n = 0;
+    for (size_t at = 0; at < text.n; n++) {
+        uint32_t code;
+        uint32_t bytes = (uint32_t)utf8_next(text.p + at, text.n - at, &code);
+        out[n] = code | (uint32_t)uni[code] << 21 | bytes << 25;
+        at += bytes;
+    }
+    return n;
+}
+
+// ---- Re: a matcher for what pre-tokenisers use.
+//   pattern = branch { "|" branch }                    the first branch that fits is taken
+//   branch  = { item [ ("?" | "*" | "+" | "{m}" | "{m,n}") ["+"] ] }   second "+": never give back
+//   item    = set | "$" | "(?:" pattern ")" | "(?i:" pattern ")" | "(?!" pattern ")"
+//   set     = "[" ["^"] { member ["-" member] } "]" | member
+//   member  = character | "\s" "\S" "\d" "\r" "\n" "\t" | "\p{L}", \p{Lu}, ... | "\" character
+// Groups take "?" at most and are atomic. The patterns are ours (a table below): they are trusted.
+enum { RE_MAX = 1024 };      // bytes of the longest pattern
+
+typedef struct {
+    const char *pattern;
+    const Letter *text;
+    int from, end;           // the fragment; look-ahead sees `end` as the end of the text
+    bool nocase;
+    const char *run;         // the last unlimited repeat met, and how far it reached: asked again
+    int run_from, run_end;   // inside this stretch it answers at once, which keeps \s++$ linear
+    struct { const char *set; Letter l; bool holds; } memo[512]; // sets already asked about letters
+    uint16_t skip[RE_MAX];   // bytes of the item at each place of the pattern, 0: not known yet
+} Re;
+
+static bool re_property(const char *name, int class) { // name: what follows "\p{"
+    static const char letters[] = "utlmo"; // in the order of the enum, from UNI_LU
+    switch (name[0]) {
+    case 'L':
+        if (name[1] == '}') return class >= UNI_LU && class <= UNI_LO;
+        return class >= UNI_LU && class <= UNI_LO && letters[class - UNI_LU] == name[1];
+    case 'M': return class == UNI_M;
+    case 'N': return class == UNI_N;
+    case 'P': return class == UNI_P;
+    default: return class == UNI_S;
+    }
+}
+
+static uint32_t re_lower(uint32_t c) { return c >= 'A' && c <= 'Z' ? c + 32 : c; }
+
+// Is l the member at *p? Moves *p past it. *literal: its code point if it may begin a range, else
+// 0.
+static bool re_member(const Re *r, const char **p, Letter l, uint32_t *literal) {
+    *literal = 0;
+    if (**p == '\\') {
+        char e = (*p)[1];
+        *p += 2;
+        if (e == 's') return letter_class(l) == UNI_SPACE;
+        if (e == 'S') return letter_class(l) != UNI_SPACE;
+        if (e == 'd') return letter_code(l) - '0' < 10;
+        if (e == 'p') {
+            const char *name = *p + 1;
+            *p = strchr(name, '}') + 1;
+            return re_property(name, letter_class(l));
+        }
+        *literal = e == 'n' ? '\n' : e == 'r' ? '\r' : e == 't' ? '\t' : (uint8_t)e;
+    } else
+        *p += utf8_next(*p, 4, literal);
+    if (r->nocase) return re_lower(*literal) == re_lower(letter_code(l));
+    return *literal == letter_code(l);
+}
+
+static bool re_class(const Re *r, const char *p, Letter l) { // does the set at p hold l?
+    uint32_t lo, hi;
+    if (*p != '[') return re_member(r, &p, l, &lo);
+    bool negated = *++p == '^', hit = false;
+    if (negated) p++;
+    while (*p != ']') {
+        hit |= re_member(r, &p, l, &lo);
+        if (*p == '-' && p[1] != ']' && lo) {
+            p++, hit |= re_member(r, &p, l, &hi);
+            hit |= letter_code(l) >= lo && letter_code(l) <= hi;
+        }
+    }
+    return hit != negated;
+}
+
+static bool re_holds(Re *r, const char *p, Letter l) { // the same from memory
+    size_t i = (((uint32_t)(p - r->pattern) + 1) * 0x9E3779B1u ^ l * 0x85EBCA6Bu) >> 23;
+    if (r->memo[i].set != p || r->memo[i].l != l) {
+        r->memo[i].set = p, r->memo[i].l = l;
+        r->memo[i].holds = re_class(r, p, l);
+    }
+    return r->memo[i].holds;
+}
+
+static const char *re_parse(const char *p) { // the end of the item at p
+    if (*p == '\\') return p[1] == 'p' ? strchr(p, '}') + 1 : p + 2;
+    if (*p == '[') {
+        for (p++; *p != ']'; p++) p += *p == '\\';
+        return p + 1;
+    }
+    if (*p == '(') {
+        for (p++; *p != ')';) p = re_parse(p);
+        return p + 1;
+    }
+    uint32_t code;
+    return p + utf8_next(p, 4, &code);
+}
+
+static const char *re_skip(Re *r, const char *p) { // the same from memory
+    uint16_t *n = &r->skip[p - r->pattern];
+    if (!*n) *n = (uint16_t)(re_parse(p) - p);
+    return p + *n;
+}
+
+// Where the longest run of the set at p from i ends, at most `max` letters on.
+static int re_run(Re *r, const char *p, int i, int max) {
+    bool unlimited = max == INT_MAX;
+    if (unlimited && r->run == p && r->run_from >= r->from && r->run_from <= i && i <= r->run_end)
+        return r->run_end;
+    int j = i;
+    while (j < r->end && j - i < max && re_holds(r, p, r->text[j])) j++;
+    if (unlimited) r->run = p, r->run_from = i, r->run_end = j;
+    return j;
+}
+
+static int re_match(Re *r, const char *p, int i);
+
+// Matches one branch from p on at letter i: the index after the match, or -1.
+static int re_branch(Re *r, const char *p, int i) {
+    if (!*p || *p == '|' || *p == ')') return i;
+    if (*p == '$') return i == r->end ? re_branch(r, p + 1, i) : -1;
+    const char *q = re_skip(r, p);
+    int min = 1, max = 1;
+    if (*q == '?') min = 0, q++;
+    else if (*q == '*') min = 0, max = INT_MAX, q++;
+    else if (*q == '+') max = INT_MAX, q++;
+    else if (*q == '{') {
+        char *end;
+        min = max = (int)strtol(q + 1, &end, 10);
+        if (*end == ',') max = (int)strtol(end + 1, &end, 10);
+        q = end + 1;
+    }
+    bool possessive = *q == '+';
+    q += possessive;
+    if (*p != '(') {
+        for (int j = re_run(r, p, i, max); j >= i + min; j--) {
+            int end = re_branch(r, q, j);
+            if (end >= 0 || possessive) return end;
+        }
+        return -1;
+    }
+    bool ahead = p[2] == '!', nocase = p[2] == 'i', before = r->nocase;
+    r->nocase |= nocase;
+    int j = re_match(r, p + (nocase ? 4 : 3), i);
+    r->nocase = before;
+    if (ahead) return j < 0 ? re_branch(r, q, i) : -1;
+    int end = j < 0 ? -1 : re_branch(r, q, j);
+    return end < 0 && !min ? re_branch(r, q, i) : end;
+}
+
+static int re_match(Re *r, const char *p, int i) { // the same for a pattern: its branches in order
+    for (;; p++) {
+        int end = re_branch(r, p, i);
+        if (end >= 0) return end;
+        while (*p && *p != '|' && *p != ')') p = re_skip(r, p);
+        if (*p != '|') return -1;
+    }
+}
+
+// Cuts n letters into words: cut[i] != 0 where one begins. Matches become words, gaps between
+// matches too; each pattern is run on every piece that the earlier ones left.
+static void re_cut(const char *const *patterns, const Letter *text, int n, uint8_t *cut) {
+    for (; *patterns; patterns++) {
+        Re r = {.pattern = *patterns, .text = text};
+        assert(strlen(r.pattern) < RE_MAX);
+        for (; r.from < n; r.from = r.end) {
+            const uint8_t *next = memchr(cut + r.from + 1, 1, (size_t)(n - r.from - 1));
+            r.end = next ? (int)(next - cut) : n;
+            for (int i = r.from, end; i < r.end; i = end) {
+                end = re_match(&r, *patterns, i);
+                if (end <= i) {
+                    end = i + 1;
+                    continue;
+                }
+                cut[i] = 1;
+                if (end < n) cut[end] = 1;
+            }
+        }
+    }
+}
+
+// ---- the expressions, as their authors wrote them (llama.cpp: src/llama-vocab.cpp and the models'
+// tokenizer.json). Where llama.cpp rewrote one for its own matcher, the original stands here.
+#define RE_ENDINGS "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+#define RE_SPACES "\\s+(?!\\S)|\\s+"
+#define RE_GPT2 "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|" RE_SPACES
+#define RE_WORDS(numbers) RE_ENDINGS "|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|" numbers \
+    "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|" RE_SPACES
+#define RE_UPPER "[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]"
+#define RE_LOWER "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]"
+#define RE_CASED(endings, numbers) \
+    "[^\\r\\n\\p{L}\\p{N}]?" RE_UPPER "*" RE_LOWER "+" endings "|" \
+    "[^\\r\\n\\p{L}\\p{N}]?" RE_UPPER "+" RE_LOWER "*" endings "|" \
+    numbers "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|" RE_SPACES
+#define RE_CJK "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+
+typedef struct {
+    const char *names;           // values of tokenizer.ggml.pre, separated by spaces
+    bool ignore_merges;          // a word that is a token is taken whole
+    bool add_bos;                // unless the file says otherwise
+    const char *patterns[7];     // applied one after the other
+} Pretok;
+
+// To add a pre-tokeniser: one row. 1. Find `pre` in the file (run -m info) and the expressions in
+// its tokenizer.json. 2. Write them here, each backslash twice; a new escape or group goes into
+// re_member or re_branch. 3. Add texts with the ids of the tokenizers library to tests/.
+static const Pretok pretok[] = {
+    {"default", false, false,
+     {"[\\p{P}\\$\\+<=>\\^~\\|]+", RE_GPT2, "\\p{N}+", "[0-9][0-9][0-9]"}},
+    {"gpt-2 phi-2 mpt olmo jais jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code "
+     "roberta-bpe modern-bert gigachat a.x-4.0 mellum exaone4 trillion granite-docling",
+     false, false, {RE_GPT2}},
+    {"smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", false, false,
+     {"\\p{N}", RE_GPT2}},
+    {"llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2 midm-2.0 jina-v5-nano", true, true,
+     {RE_WORDS("\\p{N}{1,3}")}},
+    // converters give these names to copies of Llama 3 as well, whose authors' code ignores merges
+    {"smaug-bpe dbrx chatglm-bpe glm4 glm5", true, false, {RE_WORDS("\\p{N}{1,3}")}},
+    {"minicpm5", true, false, {"\\p{N}{1,3}", RE_WORDS("\\p{N}+")}},
+    {"qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan kormo f2llmv2 solar-open grok-2",
+     false, false, {RE_WORDS("\\p{N}")}},
+    {"qwen35", false, false,
+     {RE_ENDINGS "|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}"
+      "| ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|" RE_SPACES}},
+    {"laguna", false, false, {"[^\\n]+|\\n+", RE_WORDS("\\p{N}")}},
+    {"bailingmoe bailingmoe2 llada-moe", false, false,
+     {"'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]++[\\r\\n]*"
+      "|\\s*[\\r\\n]|" RE_SPACES}},
+    {"seed-coder", false, false,
+     {RE_ENDINGS "|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}\\r\\n]+|\\s*[\\r\\n]+|"
+      RE_SPACES}},
+    {"deepseek-llm", false, false,
+     {"[\\r\\n]",
+      "\\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕ"
+      "Ἐ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭ"
+      "Ꚁ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+",
+      "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+", "\\s++$", RE_CJK,
+      "\\p{N}+"}},
+    {"deepseek-coder", false, false,
+     {"[\\r\\n]", "\\s?\\p{L}+", "\\s?\\p{P}+", RE_CJK, "\\p{N}"}},
+    {"deepseek-v3 hunyuan-dense joyai-llm hy_v4", false, false,
+     {"\\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+      "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?"
+      "[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|" RE_SPACES}},
+    {"tekken", true, true, {RE_CASED("", "\\p{N}")}},
+    {"gpt-4o llama4 kanana2 talkie minimax-m2", false, false,
+     {RE_CASED(RE_ENDINGS "?", "\\p{N}{1,3}")}},
+    {"falcon", false, false, {"[\\p{P}\\$\\+<=>\\^~\\|`]+", RE_GPT2, "[0-9][0-9][0-9]"}},
+};
+
+static const Pretok *pretok_find(Span name) { // NULL if there is none
+    for (int i = 0; i < COUNT(pretok); i++)
+        for (const char *p = pretok[i].names; *p; p += strcspn(p, " "), p += *p == ' ')
+            if (strcspn(p, " ") == name.n && !memcmp(p, name.p, name.n)) return &pretok[i];
+    return NULL;
+}
+
+/* ------------------------------------------------------------------------------------------------
+ * Chapter 8. Tokens
+ *
+ * A model reads numbers; its vocabulary says which piece of text each one stands for. A text can be
+ * cut into such pieces in many ways and the model knows one of them, found alike everywhere: begin
+ * with single characters (or bytes) and join the best two neighbours until no two make a token.
+ * Only "best" differs: SentencePiece files score the tokens, byte-level files rank the merges of
+ * their training. So there is one merge loop, a linked list of symbols and a heap of pairs,
+ * near-linear for any text, and one table, text -> id, that serves both: a merge is kept under the
+ * token it gives. The price: a pair is hashed whenever it is met. The gain: 150,000 tokens are
+ * ready in milliseconds. Control tokens are cut out first (bytes that a user typed never become
+ * one), and Stream turns pieces back into text that is always valid UTF-8.
+ */
+typedef struct { int32_t *p; size_t n, cap; } Ids;
+
+static void *grown(void *p, size_t *cap, size_t n, size_t size) { // p with room for n items
+    if (n <= *cap) return p;
+    size_t new_cap = MAX(n, 2 * *cap + 64);
+    p = new_cap > PTRDIFF_MAX / size ? NULL : realloc(p, new_cap * size);
+    if (!p) die("out of memory: %zu times %zu bytes", new_cap, size);
+    *cap = new_cap;
+    return p;
+}
+
+static void ids_add(Ids *ids, int id) {
+    ids->p = grown(ids->p, &ids->cap, ids->n + 1, sizeof *ids->p);
+    ids->p[ids->n++] = id;
+}
+
+// ---- the vocabulary
+enum { TYPE_NORMAL = 1, TYPE_UNKNOWN, TYPE_CONTROL, TYPE_USER, TYPE_UNUSED, TYPE_BYTE };
+enum { NO_TOKEN = -1 };
+#define TOK_BAR "\xE2\x96\x81" // U+2581: a space in SentencePiece's texts
+
+typedef struct { int32_t next; uint32_t left; } Merge; // left: bytes of the left part; index = rank
+typedef struct { Span text; int id; } Special;
+
+typedef struct {
+    enum { VOCAB_NONE, VOCAB_SPM, VOCAB_BPE } kind;
+    bool plain;              // BPE over characters with U+2581 (gemma4); else over mapped bytes
+    bool bin;                // tokenizer.bin: spaces are spaces, every token prints its text
+    int size;
+    Span *text;              // [size] as in the file
+    uint8_t *type;           // [size] TYPE_
+    float *score;            // [size] SPM only
+    Map index;               // text -> id; of equal texts the first
+    size_t longest;          // bytes of the longest text
+    Merge *merge;            // [n_merges] BPE only; the ways to make one token form a list
+    int32_t *merge_of;       // [size] its first element, or -1
+    int byte_id[256];        // the token of a single byte, or NO_TOKEN
+    uint32_t byte_code[256]; // byte-level BPE: the character that stands for a byte in token texts
+    int16_t code_byte[324];  // and back, or -1
+    const Pretok *pre;
+    uint8_t *uni;            // classes of letters, for `pre`
+    Special *special;        // [n_special] tokens that are cut out of raw text, sorted by text
+    int n_special;
+    bool special_first[256]; // bytes with which one of them begins
+    bool glue[256];          // bytes that stand before a space within some token
+    bool strip_after;        // Phi-3: white space after a special token is dropped
+    int bos, eos, unk, eot, eom, fim_pad, fim_rep, fim_sep; // or NO_TOKEN
+    bool add_bos, add_eos, space_prefix;
+    bool *stop;              // [size] ends a reply
+} Vocab;
+
+static int tok_find(const Vocab *v, Span text) { // by its text in the file
+    return v->size ? (int)map_find(&v->index, v->text, text) : NO_TOKEN;
+}
+
+static int tok_find_piece(const Vocab *v, Span text) { // only what merging may make
+    int id = text.n > v->longest ? NO_TOKEN : (int)map_find(&v->index, v->text, text);
+    int type = id < 0 ? TYPE_CONTROL : v->type[id];
+    return type == TYPE_CONTROL || type == TYPE_UNKNOWN || type == TYPE_BYTE ? NO_TOKEN : id;
+}
+
+static int tok_byte(Span s) { // the byte that "<0xHH>" names, or -1; exactly this form
+    static const char digits[] = "0123456789ABCDEF0123456789abcdef";
+    if (s.n != 6 || memcmp(s.p, "<0x", 3) || s.p[5] != '>' || !s.p[3] || !s.p[4]) return -1;
+    const char *hi = strchr(digits, s.p[3]), *lo = strchr(digits, s.p[4]);
+    return hi && lo ? (int)(hi - digits) % 16 * 16 + (int)(lo - digits) % 16 : -1;
+}
+
+static void vocab_free(Vocab *v) {
+    free(v->text), free(v->type), free(v->score), free(v->index.slot), free(v->merge);
+    free(v->merge_of), free(v->uni), free(v->special), free(v->stop);
+    *v = (Vocab){0};
+}
+
+// ---- building one. What a GGUF file says about its tokenizer, located but not yet believed:
+typedef struct {
+    Span model, pre, name;         // tokenizer.ggml.model and .pre, general.name; n = 0: absent
+    Reader tokens, merges;         // at the first string of the array
+    Reader scores, types;          // at the first number
+    uint64_t n_tokens, n_merges, n_scores, n_types; // 0: absent
+    int score_type, type_type;     // GGUF value types of the numbers (gguf.md, section 2)
+    int64_t bos, eos, unk, eot, eom, fim_pad, fim_rep, fim_sep; // -1: absent
+    int add_bos, add_eos, add_space_prefix;                     // -1: absent
+} VocabFile;
+
+static double vocab_number(Reader *r, int type) { // one element of an array of this GGUF type
+    static const uint8_t bytes[] = {1, 1, 2, 2, 4, 4, 0, 0, 0, 0, 8, 8};
+    if (type == 6) {
+        const uint8_t *p = rd_bytes(r, 4);
+        return p ? f32_at(p) : 0;
+    }
+    if (type < 0 || type >= COUNT(bytes) || !bytes[type]) {
+        rd_fail(r, "the vocabulary's scores or token types are not integers or f32");
+        return 0;
+    }
+    uint64_t u = rd_uint(r, bytes[type]), sign = 1ull << (8 * bytes[type] - 1);
+    bool is_signed = type == 1 || type == 3 || type == 5 || type == 11;
+    return is_signed ? (double)(int64_t)((u ^ sign) - sign) : (double)u;
+}
+
+static void vocab_new(Vocab *v, int size) {
+    v->size = size;
+    v->text = xalloc((size_t)size, sizeof *v->text);
+    v->type = xalloc((size_t)size, sizeof *v->type);
+    if (v->kind == VOCAB_SPM) v->score = xalloc((size_t)size, sizeof *v->score);
+    v->stop = xalloc((size_t)size, sizeof *v->stop);
+    for (int b = 0; b < 256; b++) v->byte_id[b] = NO_TOKEN;
+    v->bos = v->eos = v->unk = v->eot = v->eom = v->fim_pad = v->fim_rep = v->fim_sep = NO_TOKEN;
+}
+
+// Enters the texts and finds the byte tokens.
+static void vocab_index(Vocab *v) {
+    v->index = map_new((size_t)v->size);
+    for (int id = 0; id < v->size; id++) {
+        if (id + 16 < v->size) // the table is larger than the caches: ask for its lines early
+            __builtin_prefetch(&v->index.slot[span_hash(v->text[id + 16]) & v->index.mask]);
+        map_add(&v->index, v->text, (uint32_t)id);
+        v->longest = MAX(v->longest, v->text[id].n);
+        uint8_t *type = &v->type[id];
+        if (*type < TYPE_NORMAL || *type > TYPE_BYTE) *type = TYPE_NORMAL;
+        if (*type != TYPE_NORMAL && *type != TYPE_BYTE) continue;
+        int b = v->kind == VOCAB_SPM || v->plain ? tok_byte(v->text[id]) : -1;
+        *type = b < 0 ? TYPE_NORMAL : TYPE_BYTE;
+        if (b >= 0 && v->byte_id[b] < 0) v->byte_id[b] = id;
+    }
+}
+
+// Byte-level BPE writes each byte as one printable character: those of Latin-1 that print stand for
+// themselves, the other 68 bytes are U+0100, U+0101, ... in order (a space is U+0120).
+static void vocab_map_bytes(Vocab *v) {
+    uint32_t other = 256;
+    for (int i = 0; i < COUNT(v->code_byte); i++) v->code_byte[i] = -1;
+    for (int b = 0; b < 256; b++) {
+        bool prints = (b > 32 && b < 127) || (b > 160 && b != 173);
+        uint32_t code = v->byte_code[b] = prints ? (uint32_t)b : other++;
+        v->code_byte[code] = (int16_t)b;
+        Str s = {0};
+        utf8_put(&s, code);
+        v->byte_id[b] = tok_find_piece(v, (Span){s.p, s.n});
+        str_free(&s);
+    }
+}
+
+static bool merge_gives(Span text, Span line, uint32_t left) { // is text line without its space?
+    return text.n == line.n - 1 && !memcmp(text.p, line.p, left) &&
+           !memcmp(text.p + left, line.p + left + 1, text.n - left);
+}
+
+// Merges are lines "left right". One that gives no token is never used and dropped, like lines
+// without two parts and repeated ones (the first rank counts). Nearly every merge makes the token
+// of the merge before it or the next one: a look there saves most of the searching.
+static void vocab_read_merges(Vocab *v, Reader r, uint64_t n) {
+    v->merge = xalloc((size_t)n, sizeof *v->merge);
+    v->merge_of = xalloc((size_t)v->size, sizeof *v->merge_of);
+    memset(v->merge_of, 0xFF, (size_t)v->size * sizeof *v->merge_of);
+    Str joined = {0};
+    int last = 0;
+    for (uint64_t rank = 0; rank < n && !r.error; rank++) {
+        Span s = rd_string(&r);
+        const char *space = s.n > 2 ? memchr(s.p + 1, ' ', s.n - 2) : NULL;
+        if (!space || s.n > v->longest + 1) continue;
+        uint32_t left = (uint32_t)(space - s.p);
+        int id = last;
+        if (!merge_gives(v->text[id], s, left) &&
+            (++id == v->size || !merge_gives(v->text[id], s, left))) {
+            joined.n = 0;
+            str_add(&joined, s.p, left);
+            str_add(&joined, space + 1, s.n - left - 1);
+            id = tok_find_piece(v, (Span){joined.p, joined.n});
+        }
+        if (id < 0) continue;
+        last = id;
+        int32_t m = v->merge_of[id];
+        while (m >= 0 && v->merge[m].left != left) m = v->merge[m].next;
+        if (m >= 0) continue;
+        v->merge[rank] = (Merge){v->merge_of[id], left};
+        v->merge_of[id] = (int32_t)rank;
+    }
+    str_free(&joined);
+    rd_check(&r);
+}
+
+static Span tok_space(const Vocab *v) { return v->bin ? SPAN(" ") : SPAN(TOK_BAR); }
+
+static void vocab_glue(Vocab *v) { // the bytes that stand before a space within a token
+    Span space = tok_space(v);
+    for (int id = 0; id < v->size; id++) {
+        const char *end = v->text[id].p + v->text[id].n;
+        const char *p = v->text[id].p + 1;
+        for (; p < end && (p = memchr(p, space.p[0], (size_t)(end - p))); p++)
+            if ((size_t)(end - p) >= space.n && !memcmp(p, space.p, space.n))
+                v->glue[(uint8_t)p[-1]] = true;
+    }
+}
+
+static bool tok_is_bars(Span s) { // nothing but U+2581
+    for (; s.n >= 3 && !memcmp(s.p, TOK_BAR, 3); s.p += 3) s.n -= 3;
+    return !s.n;
+}
+
+// Files made without the original tokenizer.model have one score for all. The order of the ids is
+// the order of the merges then, only pieces of spaces come last (verified with three vocabularies).
+static void vocab_repair_scores(Vocab *v) {
+    int first = -1;
+    for (int id = 0; id < v->size; id++) {
+        if (v->type[id] != TYPE_NORMAL) continue;
+        if (first < 0) first = id;
+        if (v->score[id] != v->score[first]) return;
+    }
+    for (int id = 0; id < v->size; id++)
+        v->score[id] = tok_is_bars(v->text[id]) ? -1e9f : -(float)id;
+}
+
+// Texts that end a reply (llama.cpp: src/llama-vocab.cpp). `</s>` is not among them: in Gemma's
+// files it is an HTML tag like others, so it ends a reply only where the file makes it control.
+static const char *const tok_ends[] = {
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
+    "<EOT>", "_<EOT>", "[EOT]", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<end_of_utterance>",
+    // so far: the first of these that a vocabulary has is its eot, if the file names none
+    "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<|eom_id|>", "[EOS]", "<eos>", "<turn|>",
+    "<|tool_response>", "[e~[", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
+    "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+};
+enum { TOK_EOTS = 11 };
+static const char *const tok_controls[] = { // gpt-oss: they shape a chat and do not end it
+    "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>",
+};
+
+static int tok_find_text(const Vocab *v, const char *text) {
+    return tok_find(v, (Span){text, strlen(text)});
+}
+
+// The set of tokens that end a reply. What the lists name is control even where a file calls it
+// user-defined, so that no user can type it.
+static void vocab_stops(Vocab *v) {
+    for (int i = 0; i < COUNT(tok_controls); i++) {
+        int id = tok_find_text(v, tok_controls[i]);
+        if (id >= 0) v->type[id] = TYPE_CONTROL;
+    }
+    for (int i = 0; i < COUNT(tok_ends); i++) {
+        int id = tok_find_text(v, tok_ends[i]);
+        if (id < 0) continue;
+        v->type[id] = TYPE_CONTROL, v->stop[id] = true;
+        if (v->eot < 0 && i < TOK_EOTS) v->eot = id;
+    }
+    int s = tok_find_text(v, "</s>");
+    if (s >= 0 && v->type[s] == TYPE_CONTROL) v->stop[s] = true;
+    const int named[] = {v->eos, v->eot, v->eom, v->fim_pad, v->fim_rep, v->fim_sep};
+    for (int i = 0; i < COUNT(named); i++)
+        if (named[i] >= 0) v->stop[named[i]] = true;
+    bool harmony = tok_find_text(v, "<|return|>") >= 0 && tok_find_text(v, "<|call|>") >= 0;
+    bool solar = tok_find_text(v, "<|calls|>") >= 0 && tok_find_text(v, "<|flush|>") >= 0;
+    int end = tok_find_text(v, "<|end|>"); // there it only ends one message of several
+    if (end >= 0 && end != v->eos && (harmony || solar)) v->stop[end] = false;
+}
+
+static int special_compare(const void *a, const void *b) {
+    const Special *x = a, *y = b;
+    int order = memcmp(x->text.p, y->text.p, MIN(x->text.n, y->text.n));
+    if (order) return order;
+    if (x->text.n != y->text.n) return x->text.n < y->text.n ? -1 : 1;
+    return x->id < y->id ? -1 : 1;
+}
+
+static void vocab_specials(Vocab *v) { // control, unknown and user-defined tokens
+    v->special = xalloc((size_t)v->size, sizeof *v->special);
+    for (int id = 0; id < v->size; id++) {
+        int t = v->type[id];
+        if (!v->text[id].n || (t != TYPE_CONTROL && t != TYPE_UNKNOWN && t != TYPE_USER)) continue;
+        v->special[v->n_special++] = (Special){v->text[id], id};
+        v->special_first[(uint8_t)v->text[id].p[0]] = true;
+    }
+    qsort(v->special, (size_t)v->n_special, sizeof *v->special, special_compare);
+    int n = 0; // of equal texts the first id stays
+    for (int i = 0; i < v->n_special; i++) {
+        Span s = v->special[i].text, before = n ? v->special[n - 1].text : SPAN("");
+        if (s.n != before.n || memcmp(s.p, before.p, s.n)) v->special[n++] = v->special[i];
+    }
+    v->n_special = n;
+}
+
+// A special id: the file's, else the built-in one; one outside the vocabulary counts as absent.
+static int vocab_id(const Vocab *v, const char *key, int64_t in_file, int built_in, Str *warnings) {
+    int64_t id = in_file == -1 ? built_in : in_file;
+    if (id >= 0 && id < v->size) return (int)id;
+    if (id != -1)
+        str_printf(warnings, "%s_token_id %lld is ignored: the vocabulary has %d tokens\n", key,
+                   (long long)id, v->size);
+    return NO_TOKEN;
+}
+
+static void vocab_ids(Vocab *v, const VocabFile *f, Str *warnings) {
+    bool spm = v->kind == VOCAB_SPM; // gpt2's built-in ids (11) fit no vocabulary: left out
+    v->bos = vocab_id(v, "bos", f->bos, spm ? 1 : -1, warnings);
+    v->eos = vocab_id(v, "eos", f->eos, spm ? 2 : -1, warnings);
+    v->unk = vocab_id(v, "unknown", f->unk, spm ? 0 : -1, warnings);
+    v->eot = vocab_id(v, "eot", f->eot, -1, warnings);
+    v->eom = vocab_id(v, "eom", f->eom, -1, warnings);
+    v->fim_pad = vocab_id(v, "fim_pad", f->fim_pad, -1, warnings);
+    v->fim_rep = vocab_id(v, "fim_rep", f->fim_rep, -1, warnings);
+    v->fim_sep = vocab_id(v, "fim_sep", f->fim_sep, -1, warnings);
+    const int named[] = {f->bos >= 0 ? v->bos : -1, f->eos >= 0 ? v->eos : -1, v->eot, v->eom};
+    for (int i = 0; i < COUNT(named); i++)
+        if (named[i] >= 0) v->type[named[i]] = TYPE_CONTROL;
+}
+
+static void vocab_pretok(Vocab *v, const VocabFile *f, Str *warnings) {
+    Span name = f->pre.n ? f->pre : SPAN("default");
+    v->pre = pretok_find(name);
+    if (!v->pre)
+        str_printf(warnings, "unknown pre-tokenizer \"%.*s\": \"default\" is used instead, "
+                   "many texts will get wrong ids\n", (int)MIN(name.n, 64), name.p);
+    else if (!f->pre.n && f->n_merges)
+        str_printf(warnings, "the file names no pre-tokenizer: \"default\" is used, "
+                   "some texts may get wrong ids\n");
+    if (!v->pre) v->pre = &pretok[0];
+    v->uni = uni_new();
+}
+
+static void vocab_check_count(const char *name, const char *what, uint64_t n, uint64_t tokens) {
+    if (n && n != tokens)
+        die("%s: the vocabulary has %llu %s for %llu tokens", name, (unsigned long long)n, what,
+            (unsigned long long)tokens);
+}
+
+// `name`: of the file, for messages. Warnings are appended, one line each. Texts stay in the file.
+static void vocab_from_gguf(Vocab *v, const VocabFile *f, const char *name, Str *warnings) {
+    *v = (Vocab){0};
+    if (span_is(f->model, "no_vocab") || span_is(f->model, "none") || (!f->model.n && !f->n_tokens))
+        return;
+    v->plain = span_is(f->model, "gemma4");
+    v->kind = span_is(f->model, "llama") ? VOCAB_SPM : VOCAB_BPE;
+    if (v->kind == VOCAB_BPE && !v->plain && !span_is(f->model, "gpt2"))
+        die("%s: tokenizer.ggml.model is \"%.*s\"; supported: llama, gpt2, gemma4", name,
+            (int)MIN(f->model.n, 64), f->model.p);
+    Reader tokens = f->tokens, scores = f->scores, types = f->types;
+    if (!f->n_tokens) die("%s: the vocabulary is empty", name);
+    if (f->n_tokens > 1 << 28 || f->n_merges > 1 << 30)
+        die("%s: a vocabulary of %llu tokens and %llu merges; at most 2^28 and 2^30", name,
+            (unsigned long long)f->n_tokens, (unsigned long long)f->n_merges);
+    if (f->n_tokens > (tokens.size - tokens.at) / 8 ||
+        f->n_merges > (f->merges.size - f->merges.at) / 8)
+        die("%s: the file ends within the vocabulary", name);
+    vocab_check_count(name, "scores", f->n_scores, f->n_tokens);
+    vocab_check_count(name, "token types", f->n_types, f->n_tokens);
+    vocab_new(v, (int)f->n_tokens);
+    for (int id = 0; id < v->size; id++) {
+        v->text[id] = rd_string(&tokens);
+        double type = f->n_types ? vocab_number(&types, f->type_type) : TYPE_NORMAL;
+        double score = f->n_scores ? vocab_number(&scores, f->score_type) : 0;
+        v->type[id] = type >= TYPE_NORMAL && type <= TYPE_BYTE ? (uint8_t)type : TYPE_NORMAL;
+        if (v->score) v->score[id] = score == score ? (float)score : 0;
+    }
+    rd_check(&tokens), rd_check(&types), rd_check(&scores);
+    vocab_index(v);
+    vocab_ids(v, f, warnings);
+    vocab_stops(v);
+    vocab_specials(v);
+    if (v->kind == VOCAB_SPM || v->plain) vocab_glue(v);
+    if (v->kind == VOCAB_SPM) vocab_repair_scores(v);
+    else vocab_read_merges(v, f->merges, f->n_merges);
+    if (v->kind == VOCAB_BPE && !v->plain) vocab_pretok(v, f, warnings), vocab_map_bytes(v);
+    v->add_bos = v->plain || (f->add_bos >= 0 ? f->add_bos : !v->pre || v->pre->add_bos);
+    v->add_eos = f->add_eos > 0;
+    v->space_prefix = v->kind == VOCAB_SPM && f->add_space_prefix != 0;
+    for (size_t i = 0; i + 4 <= f->name.n && !v->strip_after; i++) { // "Phi-3", "phi3"
+        const char *p = f->name.p + i;
+        bool phi = (p[0] | 32) == 'p' && (p[1] | 32) == 'h' && (p[2] | 32) == 'i';
+        v->strip_after = phi && (p[3] == '3' || (i + 5 <= f->name.n && p[3] == '-' && p[4] == '3'));
+    }
+}
+
+static uint64_t bin_count_tokens(Reader r) { // entries of a tokenizer.bin from r on, for messages
+    uint64_t n = 0;
+    for (; !r.error && r.at < r.size; n++) rd_uint(&r, 4), rd_bytes(&r, rd_uint(&r, 4));
+    return n - (r.error != NULL);
+}
+
+// llama2.c's tokenizer.bin: u32 longest, then for each token f32 score, i32 length, bytes. How many
+// there are is for the model to say. Ids 1 and 2 are BOS and EOS, whatever their texts.
+static void vocab_from_bin(Vocab *v, Reader *r, int vocab_size) {
+    *v = (Vocab){.kind = VOCAB_SPM, .bin = true, .add_bos = true, .space_prefix = true};
+    uint64_t longest = rd_uint(r, 4), found = bin_count_tokens(*r);
+    rd_check(r);
+    if (found != (uint64_t)vocab_size)
+        die("%s: holds %llu tokens, the model has %d", r->name, (unsigned long long)found,
+            vocab_size);
+    vocab_new(v, vocab_size);
+    for (int id = 0; id < vocab_size; id++) {
+        const uint8_t *score = rd_bytes(r, 4);
+        uint64_t length = rd_uint(r, 4);
+        if (length > longest || length > 1 << 20) rd_fail(r, "a token longer than the longest");
+        const uint8_t *text = rd_bytes(r, length);
+        if (!text) break;
+        v->text[id] = (Span){(const char *)text, (size_t)length};
+        v->score[id] = f32_at(score);
+        if (v->score[id] != v->score[id]) v->score[id] = 0;
+        v->type[id] = id == 0 ? TYPE_UNKNOWN : id <= 2 ? TYPE_CONTROL : TYPE_NORMAL;
+    }
+    if (!r->error && r->at < r->size) rd_fail(r, "bytes after the last token");
+    rd_check(r);
+    vocab_index(v);
+    vocab_glue(v);
+    v->unk = 0, v->bos = vocab_size > 1 ? 1 : NO_TOKEN, v->eos = vocab_size > 2 ? 2 : NO_TOKEN;
+    if (v->eos >= 0) v->stop[v->eos] = true;
+}
+
+// ---- merging
+typedef struct {
+    int32_t at, length;      // bytes of the text; length 0: merged into its left neighbour
+    int32_t prev, next;      // -1: none
+    int32_t id;              // token of this symbol
+    int32_t pair;            // token of this symbol and the next, or NO_TOKEN
+    uint32_t key;            // how urgent that is: smaller comes first
+} Symbol;
+
+typedef struct { uint64_t *p; size_t n, cap; } Heap; // smallest first
+
+static void heap_push(Heap *h, uint64_t key) {
+    h->p = grown(h->p, &h->cap, h->n + 1, sizeof *h->p);
+    size_t i = h->n++;
+    for (; i && h->p[(i - 1) / 2] > key; i = (i - 1) / 2) h->p[i] = h->p[(i - 1) / 2];
+    h->p[i] = key;
+}
+
+static uint64_t heap_pop(Heap *h) { // h->n > 0
+    uint64_t top = h->p[0], key = h->p[--h->n];
+    size_t i = 0, child;
+    for (; (child = 2 * i + 1) < h->n; i = child) {
+        if (child + 1 < h->n && h->p[child + 1] < h->p[child]) child++;
+        if (h->p[child] >= key) break;
+        h->p[i] = h->p[child];
+    }
+    h->p[i] = key;
+    return top;
+}
+
+typedef struct { // memory that the words of one text share
+    const Vocab *v;
+    Symbol *symbol;
+    size_t cap;
+    Heap heap;
+    Str text;
+    uint8_t *whole;          // [size] does merging a token's text give it? 0 unknown, 1 yes, 2 no
+    Ids *out;
+} Encoder;
+
+// Do symbol i and the next make a token, and how good a one? Order: score from high to low or rank
+// from low to high, then from left to right.
+static void tok_pair(Encoder *e, const char *text, int32_t i) {
+    Symbol *s = &e->symbol[i];
+    s->pair = NO_TOKEN;
+    if (s->next < 0) return;
+    const Vocab *v = e->v;
+    Span both = {text + s->at, (size_t)(s->length + e->symbol[s->next].length)};
+    int id = tok_find_piece(v, both);
+    if (id < 0) return;
+    if (v->kind == VOCAB_SPM) {
+        float order = 0.0f - v->score[id];
+        memcpy(&s->key, &order, 4);
+        s->key ^= s->key >> 31 ? 0xFFFFFFFF : 0x80000000; // bits that sort as the numbers do
+    } else {
+        int32_t m = v->merge_of[id];
+        while (m >= 0 && v->merge[m].left != (uint32_t)s->length) m = v->merge[m].next;
+        if (m < 0) return;
+        s->key = (uint32_t)m;
+    }
+    s->pair = id;
+    heap_push(&e->heap, (uint64_t)s->key << 32 | (uint32_t)i);
+}
+
+// A symbol that is no token: its bytes' tokens, else one unknown token. Byte-level vocabularies
+// lack some bytes that no text has; they are dropped, as the tokenizers library and llama.cpp do.
+static void tok_add_unknown(Encoder *e, Span s) {
+    const Vocab *v = e->v;
+    if (v->kind == VOCAB_BPE && !v->plain) return;
+    bool all = true;
+    for (size_t i = 0; i < s.n; i++) all &= v->byte_id[(uint8_t)s.p[i]] >= 0;
+    for (size_t i = 0; all && i < s.n; i++) ids_add(e->out, v->byte_id[(uint8_t)s.p[i]]);
+    if (!all && v->unk >= 0) ids_add(e->out, v->unk);
+}
+
+static void tok_merge(Encoder *e, Span text) { // appends the ids of one word
+    if (!text.n) return;
+    e->symbol = grown(e->symbol, &e->cap, text.n, sizeof *e->symbol);
+    Symbol *s = e->symbol;
+    int32_t n = 0;
+    for (size_t at = 0; at < text.n; n++) {
+        uint32_t code;
+        int length = utf8_next(text.p + at, text.n - at, &code);
+        s[n] = (Symbol){(int32_t)at, length, n - 1, n + 1,
+                        tok_find_piece(e->v, (Span){text.p + at, (size_t)length}), NO_TOKEN, 0};
+        at += (size_t)length;
+    }
+    s[n - 1].next = -1;
+    for (int32_t i = 0; i < n; i++) tok_pair(e, text.p, i);
+    while (e->heap.n) {
+        uint64_t key = heap_pop(&e->heap);
+        int32_t i = (int32_t)(uint32_t)key;
+        if (!s[i].length || s[i].pair < 0 || s[i].key != key >> 32) continue; // of a time gone by
+        Symbol *right = &s[s[i].next];
+        s[i].length += right->length, right->length = 0;
+        s[i].id = s[i].pair, s[i].next = right->next;
+        if (s[i].next >= 0) s[s[i].next].prev = i;
+        tok_pair(e, text.p, i);
+        if (s[i].prev >= 0) tok_pair(e, text.p, s[i].prev);
+    }
+    for (int32_t i = 0; i >= 0; i = s[i].next) {
+        if (s[i].id >= 0) ids_add(e->out, s[i].id);
+        else tok_add_unknown(e, (Span){text.p + s[i].at, (size_t)s[i].length});
+    }
+}
+
+// A word whose own token merging arrives at takes that token at once; which words do is remembered.
+static void tok_word(Encoder *e, Span word, bool ignore_merges) {
+    int id = tok_find_piece(e->v, word);
+    if (id >= 0 && (ignore_merges || e->whole[id] == 1)) {
+        ids_add(e->out, id);
+        return;
+    }
+    size_t before = e->out->n;
+    tok_merge(e, word);
+    if (id >= 0) e->whole[id] = e->out->n == before + 1 && e->out->p[before] == id ? 1 : 2;
+}
+
+static void tok_words(Encoder *e, Span raw) { // byte-level BPE: words by `pre`, in mapped bytes
+    const Vocab *v = e->v;
+    Letter *letter = xalloc(raw.n + 1, sizeof *letter);
+    uint8_t *cut = xalloc(raw.n + 1, 1);
+    int n = letters_from(letter, v->uni, raw);
+    re_cut(v->pre->patterns, letter, n, cut);
+    for (int i = 0; i < n;) {
+        const char *p = raw.p;
+        do raw.p += letter_bytes(letter[i++]);
+        while (i < n && !cut[i]);
+        e->text.n = 0;
+        for (; p < raw.p; p++) utf8_put(&e->text, v->byte_code[(uint8_t)*p]);
+        tok_word(e, (Span){e->text.p, e->text.n}, v->pre->ignore_merges);
+    }
+    free(letter), free(cut);
+}
+
+// The others: spaces become U+2581, and one may go in front. The text is cut before a space that no
+// token could join to what stands before it, which keeps the heap small; gemma4 cuts around
+// newlines.
+static void tok_spaced(Encoder *e, Span raw) {
+    const Vocab *v = e->v;
+    Span space = tok_space(v);
+    Str *s = &e->text;
+    s->n = 0;
+    if (v->space_prefix) str_add(s, space.p, space.n);
+    for (size_t i = 0; i < raw.n; i++)
+        if (raw.p[i] == ' ') str_add(s, space.p, space.n);
+        else str_add(s, raw.p + i, 1);
+    for (size_t i = 1, from = 0; from < s->n; i++) {
+        const char *p = s->p + i;
+        bool cut = i == s->n || (v->plain && (p[0] == '\n') != (p[-1] == '\n'));
+        if (!v->glue[(uint8_t)p[-1]] && i + space.n <= s->n) cut |= !memcmp(p, space.p, space.n);
+        if (!cut) continue;
+        tok_word(e, (Span){s->p + from, i - from}, v->plain && p[-1] == '\n');
+        from = i;
+    }
+}
+
+static void tok_raw(Encoder *e, Span raw) { // text between special tokens
+    if (!raw.n) return;
+    if (e->v->kind == VOCAB_BPE && !e->v->plain) tok_words(e, raw);
+    else tok_spaced(e, raw);
+}
+
+// ---- encoding
+enum { TOK_SPECIAL = 1 };               // control tokens written in the text count
+enum { TOK_MAX_TEXT = INT32_MAX / 4 };  // bytes; a space can grow to three, offsets are 32 bits
+
+// The longest special token at byte `at`, of at most `limit` bytes, that may match there: index or
+// -1. Control and unknown tokens need TOK_SPECIAL and bytes of which none is `fixed` (typed by a
+// user). The list is sorted, so each further byte narrows a range of it.
+static int special_at(const Vocab *v, Span text, const uint8_t *fixed, int flags, size_t at,
+                      size_t limit) {
+    int lo = 0, hi = v->n_special, best = -1;
+    bool control = flags & TOK_SPECIAL;
+    for (size_t n = 0; lo < hi; n++) {
+        const Special *s = &v->special[lo];
+        if (s->text.n == n && n && (control || v->type[s->id] == TYPE_USER)) best = lo;
+        if (n == limit || at + n == text.n) break;
+        if (fixed && fixed[at + n]) control = false;
+        for (int side = 0; side < 2; side++) { // first entry with a byte above or equal, then above
+            int a = lo, b = hi, c = (uint8_t)text.p[at + n] + side;
+            while (a < b) {
+                int mid = a + (b - a) / 2;
+                Span t = v->special[mid].text;
+                if (t.n > n && (uint8_t)t.p[n] >= c) b = mid;
+                else a = mid + 1;
+            }
+            if (side) hi = a;
+            else lo = a;
+        }
+    }
+    return best;
+}
+
+static void special_push(Heap *h, const Vocab *v, int s, size_t at) { // the longest comes first
+    if (s >= 0) heap_push(h, (INT32_MAX - (uint64_t)v->special[s].text.n) << 32 | at);
+}
+
+// Finds the special tokens of a text as llama.cpp does: the longest first over the whole of it,
+// equal ones from left to right. cover[i] = index + 1 where one begins, -1 inside; NULL if there
+// are none. For each place only the longest candidate waits; when it lost a byte, the next shorter
+// takes its turn.
+static int32_t *tok_specials(const Vocab *v, Span text, const uint8_t *fixed, int flags) {
+    Heap heap = {0};
+    for (size_t i = 0; i < text.n; i++)
+        if (v->special_first[(uint8_t)text.p[i]])
+            special_push(&heap, v, special_at(v, text, fixed, flags, i, INT32_MAX), i);
+    int32_t *cover = heap.n ? xalloc(text.n, sizeof *cover) : NULL;
+    while (heap.n) {
+        uint64_t key = heap_pop(&heap);
+        size_t i = (uint32_t)key, n = (size_t)(INT32_MAX - (key >> 32));
+        if (cover[i]) continue;
+        bool fits = !cover[i + n - 1];
+        int s = special_at(v, text, fixed, flags, i, fits ? n : n - 1);
+        if (!fits) special_push(&heap, v, s, i);
+        else
+            for (size_t k = 0; k < n; k++) cover[i + k] = k ? -1 : s + 1;
+    }
+    free(heap.p);
+    return cover;
+}
+
+// Appends the ids of a text, without BOS. fixed: NULL, or for each byte of the text a byte that is
+// not 0 where a user typed it: no control token matches there, user-defined ones do.
+static void tok_encode(const Vocab *v, Span text, const uint8_t *fixed, int flags, Ids *out) {
+    if (v->kind == VOCAB_NONE) die("the model has no tokenizer: give token ids (--ids)");
+    if (text.n > TOK_MAX_TEXT) die("a text of %zu bytes; at most %d", text.n, TOK_MAX_TEXT);
+    Encoder e = {.v = v, .out = out, .whole = xalloc((size_t)v->size, 1)};
+    int32_t *cover = v->n_special ? tok_specials(v, text, fixed, flags) : NULL;
+    size_t from = 0;
+    for (size_t i = 0; cover && i < text.n;) {
+        if (cover[i] <= 0) {
+            i++;
+            continue;
+        }
+        tok_raw(&e, (Span){text.p + from, i - from});
+        Special s = v->special[cover[i] - 1];
+        ids_add(out, s.id);
+        from = i += s.text.n;
+        bool keep = !v->strip_after || span_is(s.text, "<s>") || span_is(s.text, "<unk>") ||
+                    span_is(s.text, "<|endoftext|>");
+        while (!keep && from < text.n && !cover[from] && strchr(" \t\n\v\f\r", text.p[from]) &&
+               text.p[from]) from = ++i;
+    }
+    tok_raw(&e, (Span){text.p + from, text.n - from});
+    free(cover), free(e.symbol), free(e.heap.p), free(e.whole), str_free(&e.text);
+}
+
+static void tok_bos(const Vocab *v, Ids *out) {
+    if (v->add_bos && v->bos >= 0) ids_add(out, v->bos);
+}
+
+// ---- decoding
+// Appends the bytes of a token. prev: the id before it, -1 if there is none: at the
+// beginning, and after BOS, the space that encoding put in front of the text is taken away again.
+static void tok_piece(const Vocab *v, int id, int prev, Str *out) {
+    if (id < 0 || id >= v->size) return; // rows that pad the embedding
+    Span s = v->text[id];
+    int type = v->type[id], byte = tok_byte(s);
+    bool first = v->space_prefix && (prev < 0 || prev == v->bos);
+    if (type == TYPE_BYTE) {
+        char b = (char)byte;
+        str_add(out, &b, 1);
+    } else if (v->bin) {
+        bool drop = first && s.n && s.p[0] == ' ';
+        str_add(out, s.p + drop, s.n - drop);
+    } else if (type == TYPE_USER) str_add(out, s.p, s.n);
+    else if (type != TYPE_NORMAL) return;
+    else if (v->kind == VOCAB_SPM || v->plain)
+        for (size_t i = 0; i < s.n; i++) {
+            bool bar = s.n - i >= 3 && !memcmp(s.p + i, TOK_BAR, 3);
+            if (!bar) str_add(out, s.p + i, 1);
+            else if (i || !first) str_add(out, " ", 1);
+            if (bar) i += 2;
+        }
+    else
+        while (s.n) {
+            uint32_t code;
+            int n = utf8_next(s.p, s.n, &code);
+            int b = code < (uint32_t)COUNT(v->code_byte) ? v->code_byte[code] : -1;
+            char c = (char)b;
+            if (b >= 0) str_add(out, &c, 1);
+            else str_add(out, s.p, (size_t)n);
+            s.p += n, s.n -= (size_t)n;
+        }
+}
+
+static void tok_name(const Vocab *v, int id, Str *out) { // control tokens show their texts
+    size_t before = out->n;
+    tok_piece(v, id, INT_MAX, out);
+    if (out->n > before) return;
+    if (id < 0 || id >= v->size || !v->text[id].n) str_printf(out, "[%d]", id);
+    else str_add(out, v->text[id].p, v->text[id].n);
+}
+
+// ---- Stream: from pieces to what may be shown. It holds back an unfinished character and whatever
+// may become a stop string, and lets out nothing but valid UTF-8.
+typedef struct {
+    const Span *stops;       // [n_stops] none empty
+    int n_stops;
+    bool terminal;           // control characters are replaced: no model sends escape codes
+    bool stopped;            // a stop string came: all that follows is dropped
+    Str raw;                 // the unfinished character
+    Str held;                // text not shown yet
+    size_t seen;             // of it, bytes already searched for stop strings
+    Str out;
+} Stream;
+
+static void str_drop(Str *s, size_t n) { // the first n bytes
+    if (n) memmove(s->p, s->p + n, s->n -= n);
+}
+
+// Moves whole characters from raw to held; invalid bytes become U+FFFD. At the end of all, nothing
+// waits.
+static void stream_letters(Stream *s, bool end) {
+    size_t at = 0;
+    while (at < s->raw.n) {
+        const char *p = s->raw.p + at;
+        int n = utf8_length(p, s->raw.n - at);
+        if (!n && !end) break;
+        if (n > 0) str_add(&s->held, p, (size_t)n);
+        else utf8_put(&s->held, 0xFFFD);
+        at += (size_t)MAX(n, 1);
+    }
+    str_drop(&s->raw, at);
+}
+
+// Bytes of held that may be shown. A stop string counts as soon as its last byte is there, whatever
+// the pieces it came in; of several that end together the longest.
+static size_t stream_ready(Stream *s, bool end) {
+    size_t hold = 0;
+    for (; s->seen < s->held.n && !s->stopped; s->seen++)
+        for (int i = 0; i < s->n_stops; i++) {
+            Span t = s->stops[i];
+            if (!t.n || t.n > s->seen + 1) continue;
+            size_t begin = s->seen + 1 - t.n;
+            if (memcmp(s->held.p + begin, t.p, t.n)) continue;
+            s->stopped = true, hold = MAX(hold, s->held.n - begin);
+        }
+    for (int i = 0; i < s->n_stops && !s->stopped && !end; i++) // the longest tail that begins one
+        for (size_t n = MIN(s->stops[i].n, s->held.n + 1); n-- > hold + 1;)
+            if (!memcmp(s->held.p + s->held.n - n, s->stops[i].p, n)) hold = n;
+    return s->held.n - hold;
+}
+
+static Span stream_take(Stream *s, bool end) {
+    stream_letters(s, end);
+    size_t n = stream_ready(s, end);
+    s->out.n = 0;
+    for (size_t i = 0; i < n; i++) {
+        uint8_t c = (uint8_t)s->held.p[i];
+        bool c1 = c == 0xC2 && (uint8_t)s->held.p[i + 1] < 0xA0; // U+0080 ... U+009F
+        bool control = (c < 32 && c != '\n' && c != '\t') || c == 127 || c1;
+        if (s->terminal && control) utf8_put(&s->out, 0xFFFD), i += c1;
+        else str_add(&s->out, s->held.p + i, 1);
+    }
+    str_drop(&s->held, n), s->seen -= n;
+    return (Span){s->out.p, s->out.n};
+}
+
+// Adds bytes and returns what may be shown now (valid until the next call).
+static Span stream_push(Stream *s, Span bytes) {
+    if (s->stopped) return SPAN("");
+    str_add(&s->raw, bytes.p, bytes.n);
+    return stream_take(s, false);
+}
+
+static Span stream_flush(Stream *s) { // the rest, at the end of the text
+    return s->stopped ? SPAN("") : stream_take(s, true);
+}
+
+static void stream_free(Stream *s) { str_free(&s->raw), str_free(&s->held), str_free(&s->out); }
+/* ------------------------------------------------------------------------------------------------
+ * Chapter 4. Anatomy of a model
+ *
+ * A model is knobs, tensors and rules. The knobs (sizes, epsilon, rope base) are numbers of the file.
+ * The tensors say which parts exist: a missing bias is zero, a missing output matrix means that the
+ * embedding serves for it. What a file cannot say stands in one row of archs[]. A layer describes
+ * itself: its kind, heads, window, rope table and place in the cache are data that the forward pass
+ * looks up, so that layers of one model may differ.
+ * Shapes are written (rows, columns), rows first; a matrix of shape (out, in) maps in numbers to out.
+ */
+enum { ROPE_PAIRS, ROPE_HALVES };       // what turns together: elements 2i and 2i+1, or i and i + n/2
+
+/* To add an architecture: one row here with what its files leave unsaid; if it brings a mechanism
+ * that no row has yet, one knob in Config or Layer, filled in chapter 5, and one branch in chapter 6;
+ * then a tiny reference model in tests/make.py. */
+typedef struct {
+    const char *name;                   // general.architecture of a GGUF
+    int rope;                           // which elements of a head turn together
+} Arch;
+
+static const Arch archs[] = {
+    {"llama", ROPE_PAIRS},              // Llama 1 to 3.x, TinyLlama, SmolLM2, Mistral; .bin files
+};
+
+typedef struct {                        // rotary position table: angle of pair i at p is p * inv_freq[i]
+    int n_rot;                          // how many elements of a head turn; the rest is copied
+    double *inv_freq;                   // (n_rot / 2)
+} Rope;
+
+enum { MAX_ROPES = 1 };                 // tables a model may have
+
+typedef struct {
+    const Arch *arch;
+    int dim;                            // width of the residual stream
+    int n_layers;
+    int n_heads, n_kv_heads, head_size; // defaults of the layers
+    int hidden_dim;                     // width of the feed-forward part
+    int seq_len;                        // positions the model was trained for
+    int vocab_size;                     // rows of the embedding; may exceed the tokenizer's entries
+    float norm_eps;
+    Rope rope[MAX_ROPES];
+} Config;
+
+enum { LAYER_ATTENTION };               // kinds; layers with a recurrent state come as further kinds
+
+typedef struct {
+    int kind;
+    int n_heads, n_kv_heads, head_size;
+    int hidden_dim;
+    int window;                         // keys a query sees, itself included; 0: all before it
+    int rope;                           // index of its rope table, -1: none
+    int slot;                           // which part of the cache it writes and reads
+    float score_scale;                  // of query times key
+    float *attn_norm, *ffn_norm;        // (dim)
+    Tensor wq;                          // (n_heads * head_size, dim)
+    Tensor wk, wv;                      // (n_kv_heads * head_size, dim)
+    Tensor wo;                          // (dim, n_heads * head_size)
+    Tensor w1, w3;                      // (hidden_dim, dim): gate_proj and up_proj
+    Tensor w2;                          // (dim, hidden_dim): down_proj
+    float *bq, *bk, *bv, *bo;           // biases of wq ... w2, NULL where there are none
+    float *b1, *b3, *b2;
+} Layer;
+
+typedef struct Gguf Gguf;               // keys and tensor table of a GGUF, chapter 5
+
+typedef struct {                        // read-only once opened
+    Reader file;
+    Gguf *gguf;                         // NULL: llama2.c's .bin
+    int version;                        // of the container
+    Config config;
+    Layer *layers;
+    Tensor embedding;                   // (vocab_size, dim)
+    Tensor output;                      // (vocab_size, dim); the embedding again when tied
+    bool tied;
+    float *output_norm;                 // (dim)
+    Vocab vocab;
+    Span chat_template;                 // as the file has it; empty where it has none
+    int64_t weight_bytes;               // what one decoded token reads
+    bool all_f32;                       // no matrix is of a smaller type
+    Str warnings;                       // lines for stderr, printed unless -q
+} Model;
+
+static const Arch *arch_find(Span name) {
+    for (int i = 0; i < COUNT(archs); i++)
+        if (span_is(name, archs[i].name)) return &archs[i];
+    return NULL;
+}
+/* ------------------------------------------------------------------------------------------------
+ * Chapter 5. Opening files
+ *
+ * Nothing in a file is believed. Headers are read through Reader; a count is compared with the bytes
+ * that are left before anything is sized by it; sizes are multiplied only after each factor was
+ * bounded; the shape of every tensor is compared with what the sizes imply before a pointer to it
+ * exists. Weights stay where they are in the mapped file; only the short vectors (norms, biases) are
+ * copied out, as float. Both kinds of file fill the same Model through the same table of parts.
+ *
+ *   .bin v0   7 x i32: dim hidden layers heads kv_heads +-vocab seq_len, then f32 tensors, by kind
+ *   .bin v1   u32 magic, i32 version, the 7 x i32, u8 shared, zeros to 256, f32 tensors
+ *   .bin v2   as v1 with i32 group after shared; norms f32, matrices int8 and a f32 scale a group
+ *   GGUF      "GGUF", u32 version, u64 tensors, u64 pairs
+ *             pairs: string key, u32 type, value      strings: u64 length, bytes
+ *             tensors: string name, u32 n, n x u64 dims (columns first), u32 type, u64 offset
+ *             padding to the alignment, data
+ */
+enum {
+    MAX_DIM = 1 << 20, MAX_LAYERS = 1 << 14, MAX_VOCAB = 1 << 24, MAX_POSITIONS = INT_MAX - 64,
+    MAX_KEYS = 1 << 16, MAX_TENSORS = 1 << 18,
+};
+
+// ---- the parts of a layer, the same in every kind of file
+enum { NO_DIM, DIM, Q_DIM, KV_DIM, HIDDEN }; // what a part's sizes follow
+
+typedef struct {
+    const char *name;                   // in a GGUF: blk.N.NAME
+    size_t at;                          // place in Layer: a Tensor, or a float * where rows is NO_DIM
+    int rows, cols;
+    bool optional;
+} Part;
+
+#define MATRIX(name, field, rows, cols) {name, offsetof(Layer, field), rows, cols, false}
+#define VECTOR(name, field, cols, optional) {name, offsetof(Layer, field), NO_DIM, cols, optional}
+enum { ATTN_NORM, WQ, WK, WV, WO, FFN_NORM, W1, W2, W3 }; // the order of .bin v0
+
+/* To add a part: a field in Layer, a row here, its use in chapter 6. */
+static const Part parts[] = {
+    [ATTN_NORM] = VECTOR("attn_norm.weight", attn_norm, DIM, false),
+    [WQ] = MATRIX("attn_q.weight", wq, Q_DIM, DIM),
+    [WK] = MATRIX("attn_k.weight", wk, KV_DIM, DIM),
+    [WV] = MATRIX("attn_v.weight", wv, KV_DIM, DIM),
+    [WO] = MATRIX("attn_output.weight", wo, DIM, Q_DIM),
+    [FFN_NORM] = VECTOR("ffn_norm.weight", ffn_norm, DIM, false),
+    [W1] = MATRIX("ffn_gate.weight", w1, HIDDEN, DIM),
+    [W2] = MATRIX("ffn_down.weight", w2, DIM, HIDDEN),
+    [W3] = MATRIX("ffn_up.weight", w3, HIDDEN, DIM),
+    VECTOR("attn_q.bias", bq, Q_DIM, true), VECTOR("attn_k.bias", bk, KV_DIM, true),
+    VECTOR("attn_v.bias", bv, KV_DIM, true), VECTOR("attn_output.bias", bo, DIM, true),
+    VECTOR("ffn_gate.bias", b1, HIDDEN, true), VECTOR("ffn_down.bias", b2, DIM, true),
+    VECTOR("ffn_up.bias", b3, HIDDEN, true),
+};
+
+static int64_t part_size(const Layer *l, int dim, int what) {
+    return what == DIM ? dim : what == Q_DIM ? (int64_t)l->n_heads * l->head_size
+         : what == KV_DIM ? (int64_t)l->n_kv_heads * l->head_size : what == HIDDEN ? l->hidden_dim : 1;
+}
+
+// A copy of a one-row tensor as floats, (cols).
+static float *vector_copy(const Tensor *t) {
+    float *v = xalloc((size_t)t->cols, sizeof *v);
+    tensor_row(t, 0, v);
+    return v;
+}
+
+static void part_set(Layer *l, const Part *p, const Tensor *t) {
+    char *field = (char *)l + p->at;
+    if (p->rows == NO_DIM) *(float **)field = vector_copy(t);
+    else *(Tensor *)field = *t;
+}
+
+// Layers that are all alike, as the sizes in Config say.
+static void layers_init(Model *m, int count) {
+    const Config *c = &m->config;
+    m->layers = xalloc((size_t)count, sizeof *m->layers);
+    for (int i = 0; i < count; i++)
+        m->layers[i] = (Layer){
+            .kind = LAYER_ATTENTION, .n_heads = c->n_heads, .n_kv_heads = c->n_kv_heads,
+            .head_size = c->head_size, .hidden_dim = c->hidden_dim, .slot = i,
+            .score_scale = 1.0f / sqrtf((float)c->head_size),
+        };
+}
+
+static void rope_init(Rope *r, int n_rot, double base, double factor) {
+    r->n_rot = n_rot;
+    r->inv_freq = xalloc((size_t)n_rot / 2 + 1, sizeof *r->inv_freq);
+    for (int i = 0; i < n_rot / 2; i++) r->inv_freq[i] = pow(base, -2.0 * i / n_rot) / factor;
+}
+
+// ---- llama2.c's .bin
+enum { TYPE_F32 = 0, TYPE_BIN_FLAT = 1000, TYPE_BIN_BLOCKS = 1001 };
+static const uint8_t bin_magic[4] = {0x32, 0x34, 0x6b, 0x61}; // 0x616b3432, "ak42" to its author
+
+typedef struct {                        // walks the tensors of a .bin, which have no names
+    Reader *r;
+    int version, group;
+} BinCursor;
+
+static Tensor bin_tensor(BinCursor *b, int64_t rows, int64_t cols, bool quantised) {
+    uint64_t count = (uint64_t)rows * (uint64_t)cols;
+    Tensor t = {.rows = rows, .cols = cols};
+    if (!quantised) {
+        t.format = format_of(TYPE_F32), t.stride = (size_t)cols * 4;
+        t.data = rd_bytes(b->r, count * 4);
+        return t;
+    }
+    bool aligned = cols % b->group == 0 && b->group % 32 == 0;
+    t.format = format_of(aligned ? TYPE_BIN_BLOCKS : TYPE_BIN_FLAT);
+    t.stride = (size_t)cols, t.group = b->group;
+    t.data = rd_bytes(b->r, count);
+    t.scales = rd_bytes(b->r, count / (uint64_t)b->group * 4);
+    return t;
+}
+
+// One kind of tensor for all layers, one after another.
+static void bin_layers(Model *m, BinCursor *b, int part) {
+    for (int i = 0; i < m->config.n_layers; i++) {
+        const Part *p = &parts[part];
+        Layer *l = &m->layers[i];
+        int64_t rows = part_size(l, m->config.dim, p->rows), cols = part_size(l, m->config.dim, p->cols);
+        Tensor t = bin_tensor(b, rows, cols, b->version == 2 && p->rows != NO_DIM);
+        if (t.data) part_set(l, p, &t);
+    }
+}
+
+static int bin_int(Reader *r, const char *field, int64_t low, int64_t high) {
+    int32_t v = rd_i32(r);
+    rd_check(r);
+    if (v < low || v > high)
+        die("%s: byte %zu: %s is %d, expected %lld to %lld (not a llama2.c model?)", r->name, r->at - 4,
+            field, v, (long long)low, (long long)high);
+    return v;
+}
+
+static bool bin_header(Model *m, Reader *r, BinCursor *b) { // gives: is the classifier shared
+    Config *c = &m->config;
+    c->dim = bin_int(r, "dim", 1, MAX_DIM);
+    c->hidden_dim = bin_int(r, "hidden_dim", 1, MAX_DIM);
+    c->n_layers = bin_int(r, "n_layers", 1, MAX_LAYERS);
+    c->n_heads = bin_int(r, "n_heads", 1, c->dim);
+    if (c->dim % c->n_heads || c->dim / c->n_heads % 2)
+        die("%s: n_heads is %d, expected a number that divides dim %d into even heads", r->name,
+            c->n_heads, c->dim);
+    c->n_kv_heads = bin_int(r, "n_kv_heads", 1, c->n_heads);
+    if (c->n_heads % c->n_kv_heads)
+        die("%s: n_kv_heads is %d, expected a divisor of n_heads %d", r->name, c->n_kv_heads, c->n_heads);
+    int vocab = bin_int(r, "vocab_size", b->version ? 1 : -MAX_VOCAB, MAX_VOCAB);
+    if (!vocab) die("%s: vocab_size is 0", r->name);
+    c->vocab_size = abs(vocab);
+    c->seq_len = bin_int(r, "seq_len", 1, MAX_POSITIONS);
+    c->head_size = c->dim / c->n_heads;
+    c->norm_eps = 1e-5f;                // run.c of llama2.c; no version of the file states it
+    if (!b->version) return vocab > 0;
+    bool shared = rd_uint(r, 1) != 0;
+    if (b->version == 2) {
+        b->group = bin_int(r, "group_size", 1, MAX_DIM);
+        if ((int64_t)c->dim * c->head_size % b->group || (int64_t)c->dim * c->hidden_dim % b->group
+            || (int64_t)c->dim * c->n_kv_heads * c->head_size % b->group
+            || (int64_t)c->dim * c->vocab_size % b->group)
+            die("%s: group_size %d does not divide every matrix", r->name, b->group);
+    }
+    r->at = 256;
+    if (r->at > r->size) die("%s: %zu bytes, expected a header of 256", r->name, r->size);
+    return shared;
+}
+
+// What the header promises, in bytes; no product here can pass 2^63: see the bounds above.
+static double bin_size(const Config *c, const BinCursor *b, bool shared) {
+    double dim = c->dim, kv = (double)c->n_kv_heads * c->head_size, layers = c->n_layers;
+    double norms = (2 * layers + 1) * dim, embedding = (double)c->vocab_size * dim;
+    double matrices = layers * dim * (2.0 * dim + 2 * kv + 3.0 * c->hidden_dim)
+                      + embedding * (shared ? 1 : 2);
+    if (b->version == 2) return 256 + 4 * norms + matrices + 4 * (matrices / b->group);
+    double freq = b->version ? 0 : (double)c->seq_len * c->head_size;
+    return (b->version ? 256 : 28) + 4 * (norms + matrices + freq);
+}
+
+static void bin_open(Model *m) {
+    Reader *r = &m->file;
+    Config *c = &m->config;
+    BinCursor b = {.r = r};
+    if (r->size >= 8 && !memcmp(r->base, bin_magic, 4)) {
+        r->at = 4;
+        b.version = rd_i32(r);
+        if (b.version != 1 && b.version != 2)
+            die("%s: byte 4: .bin version %d, expected 1 or 2 (version 0 has no magic)", r->name, b.version);
+    }
+    m->version = b.version;
+    bool shared = bin_header(m, r, &b);
+    double size = bin_size(c, &b, shared);
+    if ((double)r->size != size)
+        die("%s: %zu bytes, expected %.0f for dim %d, hidden_dim %d, n_layers %d, vocab_size %d, "
+            "seq_len %d%s", r->name, r->size, size, c->dim, c->hidden_dim, c->n_layers, c->vocab_size,
+            c->seq_len, b.version == 2 ? ", int8" : "");
+    c->arch = &archs[0];
+    layers_init(m, c->n_layers);
+    rope_init(&c->rope[0], c->head_size, 10000.0, 1.0);
+    Tensor norm;
+    if (b.version == 0) {
+        m->embedding = bin_tensor(&b, c->vocab_size, c->dim, false);
+        for (int part = ATTN_NORM; part <= W3; part++) bin_layers(m, &b, part);
+        norm = bin_tensor(&b, 1, c->dim, false);
+        rd_bytes(r, (uint64_t)c->seq_len * (uint64_t)c->head_size * 4); // cos and sin, not used
+    } else {
+        bin_layers(m, &b, ATTN_NORM), bin_layers(m, &b, FFN_NORM);
+        norm = bin_tensor(&b, 1, c->dim, false);
+        m->embedding = bin_tensor(&b, c->vocab_size, c->dim, b.version == 2);
+        for (int part = WQ; part <= W3; part++)
+            if (part != FFN_NORM) bin_layers(m, &b, part);
+    }
+    m->tied = shared;
+    m->output = shared ? m->embedding : bin_tensor(&b, c->vocab_size, c->dim, b.version == 2);
+    rd_check(r);
+    m->output_norm = vector_copy(&norm);
+}
+
+// ---- GGUF: pairs and tensor table
+enum { GGUF_U8, GGUF_I8, GGUF_U16, GGUF_I16, GGUF_U32, GGUF_I32, GGUF_F32, GGUF_BOOL, GGUF_STRING,
+       GGUF_ARRAY, GGUF_U64, GGUF_I64, GGUF_F64, GGUF_TYPES };
+static const uint8_t gguf_sizes[GGUF_TYPES] = {1, 1, 2, 2, 4, 4, 4, 1, 8, 12, 8, 8, 8}; // at least
+
+typedef struct {
+    uint32_t type;                      // of the value, or of the elements of an array
+    bool array;
+    uint64_t count;                     // elements; 1 for a scalar
+    size_t at;                          // where the first one starts
+} GgufValue;
+
+typedef struct {
+    uint32_t type, n_dims;
+    uint64_t dims[4], offset, bytes;
+} GgufTensor;
+
+struct Gguf {
+    Reader *r;
+    int n_keys, n_tensors;
+    Span *keys, *names;
+    GgufValue *values;
+    GgufTensor *tensors;
+    Map key_map, name_map;
+    uint64_t alignment;
+    size_t data;                        // where the tensors' bytes start
+};
+
+static void gguf_skip(Reader *r, GgufValue *v) { // moves past the value whose type was just read
+    v->count = 1;
+    if (v->type == GGUF_ARRAY) {
+        v->array = true;
+        v->type = (uint32_t)rd_uint(r, 4), v->count = rd_uint(r, 8);
+    }
+    if (v->type >= GGUF_TYPES || (v->array && v->type == GGUF_ARRAY)) {
+        rd_fail(r, v->array ? "unknown element type of an array" : "unknown type of a value");
+        return;
+    }
+    if (v->count > (r->size - r->at) / gguf_sizes[v->type]) {
+        rd_fail(r, "an array with more elements than the file has bytes");
+        return;
+    }
+    v->at = r->at;
+    if (v->type != GGUF_STRING) rd_bytes(r, v->count * gguf_sizes[v->type]);
+    else for (uint64_t i = 0; i < v->count && !r->error; i++) rd_string(r);
+}
+
+static void gguf_pairs(Gguf *g, uint64_t n) {
+    Reader *r = g->r;
+    if (n > MAX_KEYS || n > (r->size - r->at) / 13)
+        die("%s: byte 16: %llu metadata pairs, more than the file can hold", r->name, (unsigned long long)n);
+    g->keys = xalloc((size_t)n, sizeof *g->keys), g->values = xalloc((size_t)n, sizeof *g->values);
+    g->key_map = map_new((size_t)n);
+    for (g->n_keys = 0; g->n_keys < (int)n; g->n_keys++) {
+        int i = g->n_keys;
+        size_t at = r->at;
+        g->keys[i] = rd_string(r);
+        g->values[i].type = (uint32_t)rd_uint(r, 4);
+        gguf_skip(r, &g->values[i]);
+        rd_check(r);
+        if (!g->keys[i].n) die("%s: byte %zu: a metadata key without a name", r->name, at);
+        if (map_add(&g->key_map, g->keys, (uint32_t)i) != i)
+            die("%s: byte %zu: key %.*s stands twice", r->name, at, (int)MIN(g->keys[i].n, 200),
+                g->keys[i].p);
+    }
+}
+
+static const GgufValue *gguf_find(const Gguf *g, const char *key) {
+    int64_t i = map_find(&g->key_map, g->keys, (Span){key, strlen(key)});
+    return i < 0 ? NULL : &g->values[i];
+}
+
+_Noreturn static void gguf_wrong(const Gguf *g, const char *key, const char *expected) {
+    die("%s: byte %zu: key %s: expected %s", g->r->name, gguf_find(g, key)->at, key, expected);
+}
+
+// Element i of an integer value of any width; false if the type is not a whole number.
+static bool gguf_element(const Gguf *g, const GgufValue *v, uint64_t i, int64_t *out) {
+    if (v->type > GGUF_I64 || v->type == GGUF_F32 || v->type == GGUF_STRING || v->type == GGUF_ARRAY)
+        return false;
+    int bytes = gguf_sizes[v->type];
+    Reader r = *g->r;
+    r.at = v->at + (size_t)i * (size_t)bytes;
+    uint64_t u = rd_uint(&r, bytes);
+    bool is_signed = v->type == GGUF_I8 || v->type == GGUF_I16 || v->type == GGUF_I32 || v->type == GGUF_I64;
+    if (is_signed && bytes < 8 && u >> (8 * bytes - 1)) u |= ~(uint64_t)0 << (8 * bytes);
+    if (!is_signed && u > INT64_MAX) u = INT64_MAX;
+    *out = (int64_t)u;
+    return true;
+}
+
+// A whole number in low .. high; `missing` if the file has no such key.
+static int64_t gguf_int(const Gguf *g, const char *key, int64_t low, int64_t high, int64_t missing) {
+    const GgufValue *v = gguf_find(g, key);
+    int64_t n;
+    if (!v) return missing;
+    if (v->array || !gguf_element(g, v, 0, &n)) gguf_wrong(g, key, "a whole number");
+    if (n < low || n > high)
+        die("%s: byte %zu: key %s is %lld, expected %lld to %lld", g->r->name, v->at, key, (long long)n,
+            (long long)low, (long long)high);
+    return n;
+}
+
+static int gguf_need(const Gguf *g, const char *key, int64_t low, int64_t high) {
+    if (!gguf_find(g, key)) die("%s: key %s is missing", g->r->name, key);
+    return (int)gguf_int(g, key, low, high, 0);
+}
+
+// A finite number above zero.
+static double gguf_positive(const Gguf *g, const char *key, double missing) {
+    const GgufValue *v = gguf_find(g, key);
+    double x = 0;
+    if (!v) return missing;
+    if (v->array || (v->type != GGUF_F32 && v->type != GGUF_F64)) gguf_wrong(g, key, "a float");
+    if (v->type == GGUF_F32) x = (double)f32_at(g->r->base + v->at);
+    else memcpy(&x, g->r->base + v->at, 8);
+    if (!(x > 0 && x < 1e30))
+        die("%s: byte %zu: key %s is %g, expected a number above 0", g->r->name, v->at, key, x);
+    return x;
+}
+
+static Span gguf_string(const Gguf *g, const char *key) { // empty if missing
+    const GgufValue *v = gguf_find(g, key);
+    if (!v) return (Span){"", 0};
+    if (v->array || v->type != GGUF_STRING) gguf_wrong(g, key, "a string");
+    Reader r = *g->r;
+    r.at = v->at;
+    return rd_string(&r);
+}
+
+static int gguf_bool(const Gguf *g, const char *key) { // -1 if missing
+    const GgufValue *v = gguf_find(g, key);
+    if (!v) return -1;
+    if (v->array || v->type != GGUF_BOOL) gguf_wrong(g, key, "a bool");
+    return g->r->base[v->at] != 0;
+}
+
+// Checks one row of the tensor table and sizes it; its bytes are checked once the data section is known.
+static void gguf_tensor_info(Gguf *g, int i) {
+    Reader *r = g->r;
+    GgufTensor *t = &g->tensors[i];
+    size_t at = r->at;
+    g->names[i] = rd_string(r);
+    t->n_dims = (uint32_t)rd_uint(r, 4);
+    if (t->n_dims < 1 || t->n_dims > 4) rd_fail(r, "a tensor with no or more than 4 dimensions");
+    for (uint32_t d = 0; d < 4; d++) t->dims[d] = d < t->n_dims && !r->error ? rd_uint(r, 8) : 1;
+    t->type = (uint32_t)rd_uint(r, 4), t->offset = rd_uint(r, 8);
+    rd_check(r);
+    int shown = (int)MIN(g->names[i].n, 100);
+    const char *name = g->names[i].p;
+    if (map_add(&g->name_map, g->names, (uint32_t)i) != i)
+        die("%s: byte %zu: tensor %.*s stands twice", r->name, at, shown, name);
+    const Format *f = format_of(t->type);
+    uint64_t count = 1;
+    for (int d = 0; d < 4; d++) {
+        if (t->dims[d] < 1 || t->dims[d] > (uint64_t)INT64_MAX / 8 / count)
+            die("%s: byte %zu: tensor %.*s: dimension %d is %llu", r->name, at, shown, name, d,
+                (unsigned long long)t->dims[d]);
+        count *= t->dims[d];
+    }
+    if (!f) return;                     // an unknown type is refused where the tensor is used
+    if (t->dims[0] % (uint64_t)f->block)
+        die("%s: byte %zu: tensor %.*s: rows of %llu, expected a multiple of %d for %s", r->name, at,
+            shown, name, (unsigned long long)t->dims[0], f->block, f->name);
+    t->bytes = count / (uint64_t)f->block * (uint64_t)f->bytes;
+}
+
+static void gguf_tensors(Gguf *g, uint64_t n) {
+    Reader *r = g->r;
+    if (n > MAX_TENSORS || n > (r->size - r->at) / 32)
+        die("%s: byte 8: %llu tensors, more than the file can hold", r->name, (unsigned long long)n);
+    g->n_tensors = (int)n;
+    g->names = xalloc((size_t)n, sizeof *g->names), g->tensors = xalloc((size_t)n, sizeof *g->tensors);
+    g->name_map = map_new((size_t)n);
+    for (int i = 0; i < g->n_tensors; i++) gguf_tensor_info(g, i);
+    if (!n) return;
+    uint64_t pad = (g->alignment - r->at % g->alignment) % g->alignment;
+    if (pad > r->size - r->at)
+        die("%s: %zu bytes: the file ends before its tensor data", r->name, r->size);
+    g->data = r->at + (size_t)pad;
+    uint64_t room = r->size - g->data;
+    for (int i = 0; i < g->n_tensors; i++) {
+        const GgufTensor *t = &g->tensors[i];
+        if (t->offset % g->alignment || t->offset > room || t->bytes > room - t->offset)
+            die("%s: tensor %.*s: %llu bytes at offset %llu, but the data section has %llu (cut short?)",
+                r->name, (int)MIN(g->names[i].n, 100), g->names[i].p, (unsigned long long)t->bytes,
+                (unsigned long long)t->offset, (unsigned long long)room);
+    }
+}
+
+static Gguf *gguf_read(Reader *r) {
+    Gguf *g = xalloc(1, sizeof *g);
+    g->r = r;
+    r->at = 4;
+    uint32_t version = (uint32_t)rd_uint(r, 4);
+    uint64_t n_tensors = rd_uint(r, 8), n_keys = rd_uint(r, 8);
+    if (!r->error && !(version & 0xFFFF))
+        die("%s: byte 4: a big-endian GGUF file; only little-endian ones are read", r->name);
+    if (!r->error && version != 2 && version != 3)
+        die("%s: byte 4: GGUF version %u, expected 2 or 3", r->name, version);
+    rd_check(r);
+    gguf_pairs(g, n_keys);
+    g->alignment = (uint64_t)gguf_int(g, "general.alignment", 1, 1 << 20, 32);
+    if (g->alignment & (g->alignment - 1))
+        die("%s: key general.alignment is %llu, expected a power of two", r->name,
+            (unsigned long long)g->alignment);
+    gguf_tensors(g, n_tensors);
+    return g;
+}
+
+static void gguf_free(Gguf *g) {
+    free(g->keys), free(g->values), free(g->names), free(g->tensors);
+    free(g->key_map.slot), free(g->name_map.slot), free(g);
+}
+
+// ---- GGUF: from names to a model
+static bool gguf_tensor(const Gguf *g, const char *name, int64_t rows, int64_t cols, Tensor *out) {
+    int64_t i = map_find(&g->name_map, g->names, (Span){name, strlen(name)});
+    if (i < 0) return false;
+    const GgufTensor *t = &g->tensors[i];
+    const Format *f = format_of(t->type);
+    if (!f) die("%s: tensor %s has weight type %u, which this program does not know", g->r->name, name, t->type);
+    bool vector = rows == 1 && t->n_dims == 1;
+    if ((int64_t)t->dims[0] != cols || (int64_t)t->dims[1] != rows || t->dims[2] != 1 || t->dims[3] != 1
+        || (t->n_dims == 1 && !vector))
+        die("%s: tensor %s is (%llu, %llu, %llu), expected (%lld, %lld)", g->r->name, name,
+            (unsigned long long)t->dims[0], (unsigned long long)t->dims[1],
+            (unsigned long long)(t->dims[2] * t->dims[3]), (long long)cols, (long long)rows);
+    *out = (Tensor){.format = f, .data = g->r->base + g->data + t->offset, .rows = rows, .cols = cols,
+                    .stride = (size_t)(cols / f->block) * (size_t)f->bytes};
+    return true;
+}
+
+static void gguf_tensor_need(const Gguf *g, const char *name, int64_t rows, int64_t cols, Tensor *out) {
+    if (!gguf_tensor(g, name, rows, cols, out))
+        die("%s: tensor %s is missing, expected (%lld, %lld)", g->r->name, name, (long long)cols, (long long)rows);
+}
+
+static const char *arch_key(char key[static 160], const Gguf *g, const char *name) {
+    Span arch = gguf_string(g, "general.architecture");
+    snprintf(key, 160, "%.*s.%s", (int)MIN(arch.n, 100), arch.p, name);
+    return key;
+}
+
+static void gguf_config(Model *m, const Gguf *g) {
+    Config *c = &m->config;
+    char key[160];
+    #define KEY(name) arch_key(key, g, name)
+    c->dim = gguf_need(g, KEY("embedding_length"), 1, MAX_DIM);
+    c->n_layers = gguf_need(g, KEY("block_count"), 1, INT_MAX);
+    c->hidden_dim = gguf_need(g, KEY("feed_forward_length"), 1, MAX_DIM);
+    c->seq_len = gguf_need(g, KEY("context_length"), 1, INT64_MAX) ;
+    c->n_heads = gguf_need(g, KEY("attention.head_count"), 1, c->dim);
+    c->n_kv_heads = (int)gguf_int(g, KEY("attention.head_count_kv"), 1, c->n_heads, c->n_heads);
+    if (c->n_heads % c->n_kv_heads)
+        die("%s: key %s is %d, expected a divisor of head_count %d", g->r->name,
+            KEY("attention.head_count_kv"), c->n_kv_heads, c->n_heads);
+    c->head_size = (int)gguf_int(g, KEY("attention.key_length"), 1, 1 << 14, c->dim / c->n_heads);
+    if (gguf_int(g, KEY("attention.value_length"), 1, 1 << 14, c->head_size) != c->head_size)
+        die("%s: key %s differs from the key_length %d", g->r->name, KEY("attention.value_length"),
+            c->head_size);
+    if ((int64_t)c->n_heads * c->head_size > MAX_DIM)
+        die("%s: %d heads of %d, expected at most %d together", g->r->name, c->n_heads, c->head_size, MAX_DIM);
+    c->norm_eps = (float)gguf_positive(g, KEY("attention.layer_norm_rms_epsilon"), 1e-5);
+    int n_rot = (int)gguf_int(g, KEY("rope.dimension_count"), 2, c->head_size, c->head_size);
+    if (n_rot % 2) die("%s: key %s is %d, expected an even number", g->r->name, KEY("rope.dimension_count"), n_rot);
+    Span scaling = gguf_string(g, KEY("rope.scaling.type"));
+    double factor = gguf_positive(g, KEY("rope.scaling.factor"), gguf_positive(g, KEY("rope.scale_linear"), 1));
+    if (scaling.n && !span_is(scaling, "none") && !span_is(scaling, "linear"))
+        die("%s: key %s is %.*s, expected none or linear", g->r->name, KEY("rope.scaling.type"),
+            (int)MIN(scaling.n, 40), scaling.p);
+    rope_init(&c->rope[0], n_rot, gguf_positive(g, KEY("rope.freq_base"), 10000.0),
+              span_is(scaling, "none") ? 1.0 : factor);
+    #undef KEY
+}
+
+// Llama 3.1's scaling comes as one divisor a pair.
+static void gguf_rope_factors(Model *m, const Gguf *g) {
+    Rope *r = &m->config.rope[0];
+    Tensor t;
+    if (!gguf_tensor(g, "rope_freqs.weight", 1, r->n_rot / 2, &t)) return;
+    float *divisor = vector_copy(&t);
+    for (int i = 0; i < r->n_rot / 2; i++) {
+        if (!(divisor[i] >= 1.0f && divisor[i] < 1e30f))
+            die("%s: tensor rope_freqs.weight: element %d is %g, expected 1 or more", g->r->name, i,
+                (double)divisor[i]);
+        r->inv_freq[i] /= (double)divisor[i];
+    }
+    free(divisor);
+}
+
+static void gguf_weights(Model *m, const Gguf *g) {
+    Config *c = &m->config;
+    int64_t i = map_find(&g->name_map, g->names, SPAN("token_embd.weight"));
+    uint64_t rows = i < 0 ? 0 : g->tensors[i].dims[1];
+    if (rows > MAX_VOCAB) die("%s: tensor token_embd.weight has %llu rows", g->r->name, (unsigned long long)rows);
+    c->vocab_size = (int)rows;
+    gguf_tensor_need(g, "token_embd.weight", MAX(c->vocab_size, 1), c->dim, &m->embedding);
+    m->tied = !gguf_tensor(g, "output.weight", c->vocab_size, c->dim, &m->output);
+    if (m->tied) m->output = m->embedding;
+    Tensor t;
+    gguf_tensor_need(g, "output_norm.weight", 1, c->dim, &t);
+    m->output_norm = vector_copy(&t);
+    gguf_rope_factors(m, g);
+    // A layer needs tensors of its own, so a false block_count meets a missing one before room ends.
+    layers_init(m, MIN(c->n_layers, g->n_tensors + 1));
+    for (int n = 0; n < c->n_layers; n++)
+        for (int p = 0; p < COUNT(parts); p++) {
+            char name[64];
+            snprintf(name, sizeof name, "blk.%d.%s", n, parts[p].name);
+            int64_t part_rows = part_size(&m->layers[n], c->dim, parts[p].rows);
+            int64_t part_cols = part_size(&m->layers[n], c->dim, parts[p].cols);
+            if (!gguf_tensor(g, name, part_rows, part_cols, &t)) {
+                if (parts[p].optional) continue;
+                gguf_tensor_need(g, name, part_rows, part_cols, &t);
+            }
+            part_set(&m->layers[n], &parts[p], &t);
+        }
+}
+
+// ---- opening either kind
+enum { NEED_VOCAB = 1, NEED_WEIGHTS = 2 };
+
+// The vocabulary of a .bin: FILE of -z, or STEM.tokenizer.bin or tokenizer.bin beside the model, or
+// tokenizer.bin in the working folder; the first that exists counts.
+static void bin_vocab(Model *m, const char *path) {
+    const char *model = m->file.name, *slash = strrchr(model, '/'), *dot = strrchr(model, '.');
+    size_t folder = slash ? (size_t)(slash + 1 - model) : 0;
+    size_t stem = dot && dot >= model + folder ? (size_t)(dot - model) : strlen(model);
+    Str beside = {0};
+    for (int i = 0; !path && i < 2; i++) {
+        beside.n = 0;
+        str_add(&beside, model, i ? folder : stem);
+        str_printf(&beside, "%stokenizer.bin", i ? "" : ".");
+        if (file_exists(beside.p)) path = beside.p;
+    }
+    Reader r = file_map(path ? path : "tokenizer.bin");
+    vocab_from_bin(&m->vocab, &r, m->config.vocab_size);
+    str_free(&beside);
+}
+
+static void gguf_string_array(const Gguf *g, const char *key, Reader *out, uint64_t *count) {
+    const GgufValue *v = gguf_find(g, key);
+    if (!v) return;
+    if (!v->array || v->type != GGUF_STRING) gguf_wrong(g, key, "an array of strings");
+    *out = *g->r;
+    out->at = v->at, *count = v->count;
+}
+
+static void gguf_number_array(const Gguf *g, const char *key, Reader *out, uint64_t *count, int *type) {
+    const GgufValue *v = gguf_find(g, key);
+    if (!v) return;
+    if (!v->array || v->type == GGUF_STRING) gguf_wrong(g, key, "an array of numbers");
+    *out = *g->r;
+    out->at = v->at, *count = v->count, *type = (int)v->type;
+}
+
+static void gguf_vocab(Model *m, const Gguf *g) {
+    VocabFile f = {
+        .model = gguf_string(g, "tokenizer.ggml.model"), .pre = gguf_string(g, "tokenizer.ggml.pre"),
+        .name = gguf_string(g, "general.name"), .add_bos = gguf_bool(g, "tokenizer.ggml.add_bos_token"),
+        .add_eos = gguf_bool(g, "tokenizer.ggml.add_eos_token"),
+        .add_space_prefix = gguf_bool(g, "tokenizer.ggml.add_space_prefix"),
+    };
+    const struct { const char *key; int64_t *id; } ids[] = {
+        {"tokenizer.ggml.bos_token_id", &f.bos}, {"tokenizer.ggml.eos_token_id", &f.eos},
+        {"tokenizer.ggml.unknown_token_id", &f.unk}, {"tokenizer.ggml.eot_token_id", &f.eot},
+        {"tokenizer.ggml.eom_token_id", &f.eom}, {"tokenizer.ggml.fim_pad_token_id", &f.fim_pad},
+        {"tokenizer.ggml.fim_rep_token_id", &f.fim_rep}, {"tokenizer.ggml.fim_sep_token_id", &f.fim_sep},
+    };
+    for (int i = 0; i < COUNT(ids); i++) *ids[i].id = gguf_int(g, ids[i].key, INT64_MIN, INT64_MAX, -1);
+    gguf_string_array(g, "tokenizer.ggml.tokens", &f.tokens, &f.n_tokens);
+    gguf_string_array(g, "tokenizer.ggml.merges", &f.merges, &f.n_merges);
+    gguf_number_array(g, "tokenizer.ggml.scores", &f.scores, &f.n_scores, &f.score_type);
+    gguf_number_array(g, "tokenizer.ggml.token_type", &f.types, &f.n_types, &f.type_type);
+    vocab_from_gguf(&m->vocab, &f, m->file.name, &m->warnings);
+}
+
+static void tensor_add(Model *m, const Tensor *t) { // to the bytes that a token reads
+    const Format *f = t->format;
+    m->weight_bytes += (int64_t)t->stride * t->rows + (t->scales ? t->rows * t->cols / t->group * 4 : 0);
+    if (f->id != TYPE_F32) m->all_f32 = false;
+}
+
+// Opens a model file; `need` says what has to be there, 0: read what is there. Dies with the reason.
+static void model_open(Model *m, const char *path, const char *tokenizer, int need) {
+    m->file = file_map(path);
+    Reader *r = &m->file;
+    if (r->size >= 4 && !memcmp(r->base, "GGUF", 4)) {
+        const Gguf *g = m->gguf = gguf_read(r);
+        Span arch = gguf_string(g, "general.architecture");
+        m->version = r->base[4];
+        m->chat_template = gguf_string(g, "tokenizer.chat_template");
+        m->config.arch = arch_find(arch);
+        if (need & NEED_VOCAB || (!need && gguf_find(g, "tokenizer.ggml.tokens"))) gguf_vocab(m, g);
+        if (need & NEED_WEIGHTS || (!need && m->config.arch && g->n_tensors)) {
+            if (!m->config.arch)
+                die("%s: architecture `%.*s`, expected one of: %s", r->name, (int)MIN(arch.n, 100), arch.p,
+                    archs[0].name);
+            if (!g->n_tensors) die("%s: a vocabulary without a model (0 tensors)", r->name);
+            gguf_config(m, g);
+            gguf_weights(m, g);
+            if (need & NEED_VOCAB && m->vocab.size > m->config.vocab_size)
+                die("%s: %d tokens, but the embedding has %d rows", r->name, m->vocab.size, m->config.vocab_size);
+        }
+    } else {
+        if (r->size >= 4 && (!memcmp(r->base, "FUGG", 4) || !memcmp(r->base, "tjgg", 4)
+                             || !memcmp(r->base, "fmgg", 4) || !memcmp(r->base, "lmgg", 4)))
+            die("%s: byte 0: magic %.4s: a format before GGUF (or one of the other byte order)", r->name,
+                (const char *)r->base);
+        bin_open(m);
+        if (need & NEED_VOCAB) bin_vocab(m, tokenizer);
+    }
+    if (!m->layers) return;
+    m->all_f32 = true;
+    tensor_add(m, &m->output);
+    for (int i = 0; i < m->config.n_layers; i++)
+        for (int p = 0; p < COUNT(parts); p++)
+            if (parts[p].rows != NO_DIM) tensor_add(m, (const Tensor *)((const char *)&m->layers[i] + parts[p].at));
+}
+
+static void model_close(Model *m) {
+    for (int i = 0; m->layers && i < m->config.n_layers; i++)
+        for (int p = 0; p < COUNT(parts); p++)
+            if (parts[p].rows == NO_DIM) free(*(float **)((char *)&m->layers[i] + parts[p].at));
+    for (int t = 0; t < MAX_ROPES; t++) free(m->config.rope[t].inv_freq);
+    free(m->layers), free(m->output_norm), str_free(&m->warnings);
+    vocab_free(&m->vocab);
+    if (m->gguf) gguf_free(m->gguf);
+    file_unmap(&m->file);
+}
+/* ------------------------------------------------------------------------------------------------
+ * Chapter 6. One forward pass
+ *
+ * n rows in, one path: decoding is n = 1, a prompt is read n = chunk rows at a time, scoring asks for
+ * the logits of every row. All threads of the team walk the same code: a step hands out tickets (rows
+ * of activations, rows of a matrix, heads) and ends when all are done. What a row computes depends on
+ * its token, its position and the cache, never on its company: no sum is split over tickets, and each
+ * output element is one fixed sequence of operations (chapter 3). So chunk and thread count change
+ * the time, not one bit of the text. The price is that threads meet some nine times a layer.
+ * Nothing is allocated here: a session sizes everything when it starts.
+ */
+typedef struct { int token, pos; } Row; // one position of one sequence
+
+enum { WANT_NONE, WANT_LAST, WANT_ALL }; // which rows' logits somebody will read
+
+typedef struct {
+    const Model *model;
+    Team team;
+    Worker worker[MAX_THREADS];
+    int seq_len;                        // positions the cache has room for
+    int chunk;                          // most rows of one pass
+    bool half;                          // cache in half precision
+    uint8_t *cache;                     // by slot: keys, then values; see kv_keys
+    size_t cache_bytes, slot_bytes;
+    int *tokens;                        // what the cache holds, (seq_len)
+    int n_tokens;
+    Row *rows;                          // (chunk)
+    float *x;                           // residual stream, (chunk, dim)
+    float *branch;                      // what a block adds to it, (chunk, dim)
+    float *q, *k, *v;                   // (chunk, heads * head_size), widest layer
+    float *h1, *h3;                     // gate and up, (chunk, hidden_dim)
+    float *turn;                        // cos and sin of this pass, (ropes, chunk, n_rot / 2, 2)
+    float *logits;                      // (logit_rows, vocab_size)
+    int logit_rows;
+    uint8_t *acts;                      // activations in front of a matrix, chapter 3
+    float *scores;                      // per worker, (QUERY_TILE, seq_len rounded up to blocks)
+    float *trace;                       // tests only: residual after each layer, (layers, chunk, dim)
+} Session;
+
+typedef struct { Session *s; int n, want; } Pass;
+
+// ---- the cache: in a slot first the keys of all kv heads, (kv head, block, head_size, 8 positions),
+// then the values, (kv head, position, head_size)
+static int64_t kv_room(const Session *s) { return ((int64_t)s->seq_len + 7) / 8 * 8; }
+
+static uint8_t *kv_keys(const Session *s, const Layer *l, int head) {
+    return s->cache + s->slot_bytes * (size_t)l->slot
+           + (size_t)head * (size_t)kv_room(s) * (size_t)l->head_size * (s->half ? 2 : 4);
+}
+
+static uint8_t *kv_values(const Session *s, const Layer *l, int head) {
+    return kv_keys(s, l, l->n_kv_heads + head);
+}
+
+static void kv_put(const Session *s, uint8_t *at, int64_t i, float value) {
+    uint16_t h = f32_to_f16(value);
+    if (s->half) memcpy(at + 2 * i, &h, 2);
+    else memcpy(at + 4 * i, &value, 4);
+}
+
+static void kv_store(const Session *s, const Layer *l, int pos, const float *k, const float *v) {
+    int d = l->head_size;
+    for (int h = 0; h < l->n_kv_heads; h++) {
+        uint8_t *keys = kv_keys(s, l, h), *values = kv_values(s, l, h);
+        for (int i = 0; i < d; i++) {
+            kv_put(s, keys, ((int64_t)(pos / 8) * d + i) * 8 + pos % 8, k[h * d + i]);
+            kv_put(s, values, (int64_t)pos * d + i, v[h * d + i]);
+        }
+    }
+}
+
+// Bytes of cache that one position takes.
+static int64_t cache_bytes_per_token(const Model *m, bool half) {
+    int64_t bytes = 0;
+    for (int i = 0; i < m->config.n_layers; i++)
+        bytes += 2LL * m->layers[i].n_kv_heads * m->layers[i].head_size * (half ? 2 : 4);
+    return bytes;
+}
+
+// ---- rows
+static void row_add(float *x, const float *y, int n) {
+    for (int i = 0; y && i < n; i++) x[i] += y[i];
+}
+
+// RMSNorm: y = x / sqrt(mean x^2 + eps) * weight
+static void row_norm(const Session *s, float *y, const float *x, const float *weight, int n) {
+    float sum = vec_ops[s->team.isa].sum_squares(x, n);
+    float scale = 1.0f / sqrtf(sum / (float)n + s->model->config.norm_eps);
+    for (int i = 0; i < n; i++) y[i] = x[i] * scale * weight[i];
+}
+
+// The norm of row i goes to row j of the activations, ready for a matrix.
+static void row_to_acts(const Session *s, Acts *a, int j, int i, const float *weight) {
+    int dim = s->model->config.dim;
+    row_norm(s, a->x + j * a->ldx, s->x + (int64_t)i * dim, weight, dim);
+    acts_quantise(s->team.isa, a, j);
+}
+
+static const float *rope_turn(const Session *s, int table, int row) {
+    int64_t half = s->model->config.rope[table].n_rot / 2;
+    int64_t at = 0;
+    for (int t = 0; t < table; t++) at += (int64_t)s->chunk * s->model->config.rope[t].n_rot;
+    return s->turn + at + row * half * 2;
+}
+
+// Angles are formed in double: in float they would be off by 1e-4 at position 4,096.
+static void rope_angles(const Session *s, int row) {
+    for (int t = 0; t < MAX_ROPES; t++) {
+        const Rope *r = &s->model->config.rope[t];
+        float *turn = (float *)rope_turn(s, t, row);
+        for (int i = 0; i < r->n_rot / 2; i++) {
+            double angle = s->rows[row].pos * r->inv_freq[i];
+            turn[2 * i] = (float)cos(angle), turn[2 * i + 1] = (float)sin(angle);
+        }
+    }
+}
+
+static void rope_apply(const Session *s, const Layer *l, float *heads, int n, int row) {
+    if (l->rope < 0) return;
+    const float *turn = rope_turn(s, l->rope, row);
+    int half = s->model->config.rope[l->rope].n_rot / 2;
+    bool pairs = s->model->config.arch->rope == ROPE_PAIRS;
+    for (float *h = heads; h < heads + (int64_t)n * l->head_size; h += l->head_size)
+        for (int i = 0; i < half; i++) {
+            float *a = pairs ? h + 2 * i : h + i, *b = pairs ? a + 1 : a + half;
+            float cosine = turn[2 * i], sine = turn[2 * i + 1], x = *a, y = *b;
+            *a = x * cosine - y * sine;
+            *b = x * sine + y * cosine;
+        }
+}
+
+// ---- attention
+// One tile: up to QUERY_TILE queries of one kv head, query t being head t % group of row t / group.
+// Scores of a query are all there before its softmax, so no result hangs on how rows were tiled.
+static void attention_tile(const Pass *p, Worker *w, const Layer *l, Acts *a, int kv_head, int tile) {
+    Session *s = p->s;
+    const VecOps *ops = &vec_ops[s->team.isa];
+    int d = l->head_size, group = l->n_heads / l->n_kv_heads, first = tile * QUERY_TILE;
+    int nq = MIN(QUERY_TILE, p->n * group - first);
+    int64_t room = kv_room(s), from[QUERY_TILE], to[QUERY_TILE], lo = room, hi = 0;
+    float *score[QUERY_TILE], *out[QUERY_TILE], z[QUERY_TILE];
+    const float *q[QUERY_TILE], *e[QUERY_TILE];
+    for (int t = 0; t < nq; t++) {
+        int row = (first + t) / group, head = kv_head * group + (first + t) % group;
+        q[t] = s->q + ((int64_t)row * l->n_heads + head) * d;
+        out[t] = a->x + row * a->ldx + (int64_t)head * d;
+        e[t] = score[t] = s->scores + ((int64_t)w->rank * QUERY_TILE + t) * room;
+        to[t] = s->rows[row].pos + 1;
+        from[t] = l->window && to[t] > l->window ? to[t] - l->window : 0;
+        lo = MIN(lo, from[t]), hi = MAX(hi, to[t]);
+    }
+    ops->scores(s->half, q, nq, kv_keys(s, l, kv_head), d, lo / 8, (hi + 7) / 8, l->score_scale, score);
+    int64_t all_from = 0, all_to = room;                // the range that every query sees
+    for (int t = 0; t < nq; t++) {
+        z[t] = ops->exps(score[t], from[t], to[t], ops->row_max(score[t], from[t], to[t]));
+        memset(out[t], 0, sizeof(float) * (size_t)d);
+        all_from = MAX(all_from, from[t]), all_to = MIN(all_to, to[t]);
+    }
+    const void *values = kv_values(s, l, kv_head);
+    if (all_from > all_to) all_from = all_to;           // windows that do not meet
+    for (int t = 0; t < nq; t++)
+        ops->mix(s->half, e + t, 1, values, d, from[t], MAX(from[t], all_from), out + t);
+    ops->mix(s->half, e, nq, values, d, all_from, all_to, out);
+    for (int t = 0; t < nq; t++) {
+        ops->mix(s->half, e + t, 1, values, d, MAX(from[t], all_to), to[t], out + t);
+        for (int i = 0; i < d; i++) out[t][i] /= z[t];
+    }
+}
+
+static void layer_attention(const Pass *p, Worker *w, const Layer *l) {
+    Session *s = p->s;
+    int dim = s->model->config.dim, q_dim = l->n_heads * l->head_size;
+    int kv_dim = l->n_kv_heads * l->head_size;
+    Acts a = acts_at(s->acts, p->n, dim), att = acts_at(s->acts, p->n, q_dim);
+    for (long i; (i = team_take(w->team)) < p->n;) row_to_acts(s, &a, (int)i, (int)i, l->attn_norm);
+    team_wait(w->team);
+
+    matmul(w, &a, (Product[]){{&l->wq, s->q, q_dim}, {&l->wk, s->k, kv_dim}, {&l->wv, s->v, kv_dim}}, 3);
+
+    for (long i; (i = team_take(w->team)) < p->n;) {
+        float *q = s->q + i * q_dim, *k = s->k + i * kv_dim, *v = s->v + i * kv_dim;
+        row_add(q, l->bq, q_dim), row_add(k, l->bk, kv_dim), row_add(v, l->bv, kv_dim);
+        rope_apply(s, l, q, l->n_heads, (int)i);
+        rope_apply(s, l, k, l->n_kv_heads, (int)i);
+        kv_store(s, l, s->rows[i].pos, k, v);
+    }
+    team_wait(w->team);
+
+    int tiles = (p->n * (l->n_heads / l->n_kv_heads) + QUERY_TILE - 1) / QUERY_TILE;
+    for (long i; (i = team_take(w->team)) < (long)tiles * l->n_kv_heads;)
+        attention_tile(p, w, l, &att, (int)(i % l->n_kv_heads), tiles - 1 - (int)(i / l->n_kv_heads));
+    team_wait(w->team);
+    for (long i; (i = team_take(w->team)) < p->n;) acts_quantise(s->team.isa, &att, (int)i);
+    team_wait(w->team);
+
+    matmul(w, &att, (Product[]){{&l->wo, s->branch, dim}}, 1);
+}
+
+// x += wo's product; then SwiGLU: w2 (silu(w1 h) * w3 h) with h = norm(x)
+static void layer_ffn(const Pass *p, Worker *w, const Layer *l) {
+    Session *s = p->s;
+    int dim = s->model->config.dim, hidden = l->hidden_dim;
+    Acts a = acts_at(s->acts, p->n, dim), h = acts_at(s->acts, p->n, hidden);
+    for (long i; (i = team_take(w->team)) < p->n;) {
+        row_add(s->branch + i * dim, l->bo, dim);
+        row_add(s->x + i * dim, s->branch + i * dim, dim);
+        row_to_acts(s, &a, (int)i, (int)i, l->ffn_norm);
+    }
+    team_wait(w->team);
+
+    matmul(w, &a, (Product[]){{&l->w1, s->h1, hidden}, {&l->w3, s->h3, hidden}}, 2);
+
+    for (long i; (i = team_take(w->team)) < p->n;) {
+        float *gate = s->h1 + i * hidden, *up = s->h3 + i * hidden;
+        row_add(gate, l->b1, hidden), row_add(up, l->b3, hidden);
+        vec_ops[s->team.isa].swiglu(h.x + i * h.ldx, gate, up, hidden);
+        acts_quantise(s->team.isa, &h, (int)i);
+    }
+    team_wait(w->team);
+
+    matmul(w, &h, (Product[]){{&l->w2, s->branch, dim}}, 1);
+
+    for (long i; (i = team_take(w->team)) < p->n;) {
+        row_add(s->branch + i * dim, l->b2, dim);
+        row_add(s->x + i * dim, s->branch + i * dim, dim);
+    }
+    team_wait(w->team);
+}
+
+static void forward_worker(void *arg, int rank) {
+    const Pass *p = arg;
+    Session *s = p->s;
+    Worker *w = &s->worker[rank];
+    const Model *m = s->model;
+    int dim = m->config.dim;
+    for (long i; (i = team_take(w->team)) < p->n;) {
+        tensor_row(&m->embedding, s->rows[i].token, s->x + i * dim);
+        rope_angles(s, (int)i);
+    }
+    team_wait(w->team);
+    for (int l = 0; l < m->config.n_layers; l++) {
+        layer_attention(p, w, &m->layers[l]);
+        layer_ffn(p, w, &m->layers[l]);
+        if (s->trace && rank == 0)
+            memcpy(s->trace + (int64_t)l * s->chunk * dim, s->x, sizeof(float) * (size_t)(p->n * dim));
+    }
+    int n = p->want == WANT_ALL ? p->n : p->want == WANT_LAST;
+    if (!n) return;
+    Acts a = acts_at(s->acts, n, dim);
+    for (long i; (i = team_take(w->team)) < n;)
+        row_to_acts(s, &a, (int)i, p->n - n + (int)i, m->output_norm);
+    team_wait(w->team);
+    matmul(w, &a, (Product[]){{&m->output, s->logits, m->config.vocab_size}}, 1);
+}
+
+// One pass over s->rows[0 .. n), 1 <= n <= chunk: their keys and values enter the cache. Gives the
+// logits of the rows wanted, (1 or n, vocab_size), or NULL; WANT_ALL needs logit_rows >= n.
+static float *forward(Session *s, int n, int want) {
+    assert(n >= 1 && n <= s->chunk && (want != WANT_ALL || n <= s->logit_rows));
+    Pass pass = {s, n, want};
+    team_run(&s->team, forward_worker, &pass);
+    return want == WANT_NONE ? NULL : s->logits;
+}
+/* ------------------------------------------------------------------------------------------------
+ * Chapter 9. Choosing a token
+ *
+ * Logits in, one index out. The steps and their order: repetition penalty; at temperature 0 the
+ * largest logit, the lowest id among equals; else top-k; division by the temperature and softmax;
+ * min-p; top-p; one draw. Zero means off for each. With llama2.c's options alone this is llama2.c's
+ * sampler: the same generator, one number a token, candidates walked in id order without top-p and in
+ * falling probability with it, so its seeds give its texts. The vocabulary is never sorted: a heap
+ * gives up its best until enough probability is gathered.
+ */
+enum { PENALTY_WINDOW = 64 };           // tokens that the repetition penalty looks back on
+
+typedef struct { float p; int id; } Candidate;
+
+typedef struct {
+    float temperature, top_p, min_p, repeat_penalty;
+    int top_k;
+    uint64_t rng;
+    int isa;                            // of the exponentials
+    Candidate *list;                    // (vocab_size)
+} Sampler;
+
+static bool candidate_before(Candidate a, Candidate b) { // falling probability, then rising id
+    return a.p > b.p || (a.p == b.p && a.id < b.id);
+}
+
+static void best_sink(Candidate *heap, int n, int i) { // the best on top
+    Candidate c = heap[i];
+    for (int child; (child = 2 * i + 1) < n; heap[i] = heap[child], i = child) {
+        if (child + 1 < n && candidate_before(heap[child + 1], heap[child])) child++;
+        if (!candidate_before(heap[child], c)) break;
+    }
+    heap[i] = c;
+}
+
+static void best_heap(Candidate *heap, int n) {
+    for (int i = n / 2 - 1; i >= 0; i--) best_sink(heap, n, i);
+}
+
+static Candidate best_pop(Candidate *heap, int *n) {
+    Candidate best = heap[0];
+    heap[0] = heap[--*n];
+    best_sink(heap, *n, 0);
+    return best;
+}
+
+static void penalise(float *logits, int n, const int *recent, int n_recent, float penalty) {
+    int from = MAX(0, n_recent - PENALTY_WINDOW);
+    for (int i = from; i < n_recent; i++) {
+        int id = recent[i], j = from;
+        while (recent[j] != id) j++;
+        if (j == i && id < n) logits[id] = logits[id] > 0 ? logits[id] / penalty : logits[id] * penalty;
+    }
+}
+
+static int argmax(const float *logits, int n) {
+    int best = 0;
+    for (int i = 1; i < n; i++)
+        if (logits[i] > logits[best]) best = i;
+    return best;
+}
+
+// Moves the best of list[0 .. n) to its front, best first: at most `most`, and no more than it takes for
+// their sum to pass `enough`. Gives their number.
+static int keep_best(Candidate *list, int n, int most, float enough, float *sum) {
+    best_heap(list, n);
+    int left = n;
+    *sum = 0;
+    while (left > 0 && n - left < most && *sum <= enough) {
+        Candidate best = best_pop(list, &left);
+        *sum += best.p;
+        list[left] = best;              // the popped gather behind the shrinking heap, best last
+    }
+    int kept = n - left;
+    for (int i = left, j = n - 1; i < j; i++, j--) {
+        Candidate c = list[i];
+        list[i] = list[j], list[j] = c;
+    }
+    memmove(list, list + left, sizeof *list * (size_t)kept);
+    return kept;
+}
+
+// The next token after the n_recent tokens before it; logits (n) are used up.
+static int sample(Sampler *s, float *logits, int n, const int *recent, int n_recent) {
+    if (s->repeat_penalty > 0 && s->repeat_penalty != 1)
+        penalise(logits, n, recent, n_recent, s->repeat_penalty);
+    float check = 0;
+    for (int i = 0; i < n; i++) check += logits[i] * 0;     // 0, or NaN if any is NaN or infinite
+    if (check != 0) die("the model's logits are not finite numbers");
+    if (s->temperature == 0) return argmax(logits, n);
+
+    for (int i = 0; i < n; i++) s->list[i] = (Candidate){logits[i], i};
+    float total;
+    int size = s->top_k > 0 && s->top_k < n ? keep_best(s->list, n, s->top_k, INFINITY, &total) : n;
+    for (int i = 0; i < size; i++) logits[i] = s->list[i].p / s->temperature;
+    float max = logits[argmax(logits, size)];
+    float sum = vec_ops[s->isa].exps(logits, 0, size, max), best = 1 / sum;
+    // below (1 - p) / (n - 1) a candidate cannot be among those that top-p keeps
+    float floor = s->top_p > 0 && s->top_p < 1 && size > 1 ? (1 - s->top_p) / (float)(size - 1) : 0;
+    floor = MAX(floor, s->min_p * best);
+    int kept = 0;
+    total = 0;
+    for (int i = 0; i < size; i++) {
+        Candidate c = {logits[i] / sum, s->list[i].id};
+        if (c.p >= floor || c.p >= best) s->list[kept++] = c, total += c.p;
+    }
+    if (s->top_p > 0 && s->top_p < 1) kept = keep_best(s->list, kept, kept, s->top_p, &total);
+    else if (kept == size) total = 1;   // nothing was left out: the whole of the softmax
+    float coin = rng_float(&s->rng) * total, reached = 0;
+    for (int i = 0; i < kept; i++)
+        if (coin < (reached += s->list[i].p)) return s->list[i].id;
+    return s->list[kept - 1].id;                            // rounding left a gap at the end
+}
+/* ------------------------------------------------------------------------------------------------
+ * Chapter 10. Sessions
+ *
+ * A session is a list of tokens that the cache must agree with. session_sync is the one way to change
+ * it: what the new list shares with the old at its start stays, the rest is forgotten and the new
+ * tokens are read in chunks. A chat simply gives its whole conversation every turn. Forgetting costs
+ * nothing: rows past the end of the list are overwritten before anyone reads them. The cache is
+ * reserved at once but touched only as positions are used, so a large -c costs address space, not
+ * memory.
+ */
+static void *aligned_memory(size_t bytes) { // 64-byte aligned scratch
+    size_t rounded = (bytes + 127) / 64 * 64;
+    void *p = aligned_alloc(64, rounded);
+    if (!p) die("out of memory: %zu bytes", rounded);
+    return memset(p, 0, rounded);
+}
+
+static void session_cache(Session *s) {
+    const Config *c = &s->model->config;
+    double bytes = (double)cache_bytes_per_token(s->model, s->half) * (double)kv_room(s);
+    if (bytes > (double)memory_size())
+        die("the cache for %d positions takes %.1f GB, this machine has %.1f: use a smaller -c",
+            s->seq_len, bytes / 1e9, (double)memory_size() / 1e9);
+    for (int i = 0; i < c->n_layers; i++) {
+        const Layer *l = &s->model->layers[i];
+        size_t slot = 2 * (size_t)l->n_kv_heads * (size_t)l->head_size * (size_t)kv_room(s)
+                      * (s->half ? 2 : 4);
+        s->slot_bytes = MAX(s->slot_bytes, slot);
+    }
+    s->cache_bytes = s->slot_bytes * (size_t)c->n_layers;
+    s->cache = xalloc(s->cache_bytes, 1);
+}
+
+// One thread a core; a model so small that threads would mostly wait for each other gets one.
+static int default_threads(const Model *m) { return m->weight_bytes < 2000000 ? 1 : core_count(); }
+
+// A session of seq_len positions; logits for `logit_rows` rows at once.
+static Session *session_new(const Model *m, int seq_len, int chunk, bool half, int threads, int logit_rows) {
+    const Config *c = &m->config;
+    Session *s = aligned_memory(sizeof *s);
+    s->model = m, s->seq_len = seq_len, s->chunk = MIN(chunk, seq_len), s->half = half;
+    s->team = (Team){.n = threads, .isa = isa_best()};
+    session_cache(s);
+    size_t n = (size_t)s->chunk, heads = 0, kv = 0, hidden = 0, turn = 0;
+    for (int i = 0; i < c->n_layers; i++) {
+        const Layer *l = &m->layers[i];
+        heads = MAX(heads, (size_t)l->n_heads * (size_t)l->head_size);
+        kv = MAX(kv, (size_t)l->n_kv_heads * (size_t)l->head_size);
+        hidden = MAX(hidden, (size_t)l->hidden_dim);
+    }
+    for (int t = 0; t < MAX_ROPES; t++) turn += (size_t)c->rope[t].n_rot;
+    size_t dim = (size_t)c->dim, widest = MAX(MAX(heads, hidden), dim);
+    s->tokens = xalloc((size_t)seq_len, sizeof *s->tokens);
+    s->rows = xalloc(n, sizeof *s->rows);
+    s->x = aligned_memory(n * dim * sizeof(float));
+    s->branch = aligned_memory(n * dim * sizeof(float));
+    s->q = aligned_memory(n * heads * sizeof(float));
+    s->k = aligned_memory(n * kv * sizeof(float)), s->v = aligned_memory(n * kv * sizeof(float));
+    s->h1 = aligned_memory(n * hidden * sizeof(float));
+    s->h3 = aligned_memory(n * hidden * sizeof(float));
+    s->turn = aligned_memory(n * turn * sizeof(float));
+    s->acts = aligned_memory(acts_bytes(s->chunk, (int64_t)widest));
+    s->scores = xalloc((size_t)threads * QUERY_TILE * (size_t)kv_room(s), sizeof(float));
+    s->logit_rows = MIN(logit_rows, s->chunk);
+    s->logits = aligned_memory((size_t)s->logit_rows * (size_t)c->vocab_size * sizeof(float));
+    for (int i = 0; i < threads; i++)
+        s->worker[i] = (Worker){&s->team, i, aligned_memory(matmul_scratch())};
+    return s;
+}
+
+static void session_free(Session *s) {
+    for (int i = 0; i < MAX_THREADS; i++) free(s->worker[i].scratch);
+    free(s->cache), free(s->tokens), free(s->rows), free(s->x), free(s->branch);
+    free(s->q), free(s->k), free(s->v), free(s->h1), free(s->h3), free(s->turn);
+    free(s->acts), free(s->scores), free(s->logits), free(s->trace), free(s);
+}
+
+// Appends n <= chunk tokens in one pass; the caller has made sure that they fit.
+static float *session_feed(Session *s, const int *ids, int n, int want) {
+    assert(s->n_tokens + n <= s->seq_len);
+    for (int i = 0; i < n; i++) {
+        s->rows[i] = (Row){ids[i], s->n_tokens + i};
+        s->tokens[s->n_tokens + i] = ids[i];
+    }
+    s->n_tokens += n;
+    return forward(s, n, want);
+}
+
+// Makes the session hold exactly these n tokens, 1 <= n <= seq_len, and gives the logits after the
+// last one; NULL if Ctrl-C came in between. Shows its progress where stderr is a terminal.
+static float *session_sync(Session *s, const int *ids, int n, bool progress) {
+    int common = 0;
+    while (common < s->n_tokens && common < n - 1 && s->tokens[common] == ids[common]) common++;
+    s->n_tokens = common;
+    double start = now();
+    float *logits = NULL;
+    bool shown = false;
+    while (s->n_tokens < n && !interrupted) {
+        int step = MIN(s->chunk, n - s->n_tokens);
+        logits = session_feed(s, ids + s->n_tokens, step, s->n_tokens + step == n ? WANT_LAST : WANT_NONE);
+        if (progress && s->n_tokens < n && now() - start > 1.0) {
+            fprintf(stderr, "\rreading %d of %d tokens", s->n_tokens, n);
+            shown = true;
+        }
+    }
+    if (shown) fprintf(stderr, "\r%40s\r", "");
+    return s->n_tokens == n ? logits : NULL;
+}
+
+// ---- speed, prompt and generation apart
+typedef struct { double prompt_s, reply_s; int prompt, reply; } Stats;
+
+static double rate(double amount, double seconds) { return seconds > 1e-9 ? amount / seconds : 0; }
+
+static void stats_print(const Stats *t, const Model *m) {
+    double speed = rate(t->reply, t->reply_s);
+    fprintf(stderr, "achieved tok/s: %.2f (%d tokens, %.2f GB/s; prompt %d tokens, %.2f tok/s)\n", speed,
+            t->reply, speed * (double)m->weight_bytes / 1e9, t->prompt, rate(t->prompt, t->prompt_s));
+}
+/* ------------------------------------------------------------------------------------------------
+ * Chapter 12. Manners
+ *
+ * An instruct model expects its conversation in the form it was trained on. Files bring that form as a
+ * program in a template language; in truth it is a few strings around each message, and these are the
+ * rows of templates[]. The row is recognised by marks in the file's own template. A conversation is
+ * rendered as one text and tokenised as a whole, so that words and spaces join across the borders as
+ * they do in the reference, with one byte of memory for each byte of text: does it come from a message?
+ * Where it does, no control token is recognised. What a user types is data, whatever it looks like.
+ */
+enum { SYSTEM, USER, REPLY };           // roles; also the letters of Message
+
+typedef struct { int role; Str text; } Message;
+
+typedef struct { Message *p; int n, cap; } Conversation;
+
+enum {                                  // rules of a template
+    TRIM_SYSTEM = 1, TRIM_USER = 2, TRIM_REPLY = 4, // white space around these contents is dropped
+    SYSTEM_IN_USER = 8,                 // the system text stands inside the first user message, and
+};                                      // white space is dropped around both together
+
+/* To add a template: one row: marks that its template text holds, then what stands before and after
+ * each kind of message and what asks for a reply ({bos} and {eos} are the vocabulary's own); rows are
+ * tried from the top. Then its renderings in tests/templates.txt. */
+typedef struct {
+    const char *name;
+    const char *mark[2];                // all of these in the file's template, NULL: no such mark
+    const char *start;                  // before everything
+    const char *system[2], *user[2], *reply[2];
+    const char *ask;                    // after the last user message, where the reply begins
+    const char *default_system;         // used when no system text is given, or NULL
+    int rules;
+} Template;
+
+#define CHATML(name, mark, default_system) {name, {"<|im_start|>", mark}, "", \
+    {"<|im_start|>system\n", "<|im_end|>\n"}, {"<|im_start|>user\n", "<|im_end|>\n"}, \
+    {"<|im_start|>assistant\n", "<|im_end|>\n"}, "<|im_start|>assistant\n", default_system, 0}
+
+static const Template templates[] = {
+    CHATML("smollm2", "named SmolLM", "You are a helpful AI assistant named SmolLM, trained by Hugging Face"),
+    CHATML("qwen2.5", "You are Qwen, created by Alibaba Cloud",
+           "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
+    CHATML("chatml", NULL, NULL),
+    {"llama2", {"[INST]", "<<SYS>>"}, "", {"<<SYS>>\n", "\n<</SYS>>\n\n"}, {"{bos}[INST] ", " [/INST]"},
+     {" ", " {eos}"}, "", NULL, TRIM_USER | TRIM_REPLY | SYSTEM_IN_USER},
+    {"plain", {"(no file's template is plain)", NULL}, "{bos}", {"", "\n"}, {"", "\n"}, {"", "\n"}, "", NULL, 0},
+};
+#undef CHATML
+
+static bool span_has(Span text, const char *word) {
+    size_t n = strlen(word);
+    for (size_t i = 0; i + n <= text.n; i++)
+        if (!memcmp(text.p + i, word, n)) return true;
+    return false;
+}
+
+static const Template *template_named(const char *name) {
+    for (int i = 0; i < COUNT(templates); i++)
+        if (span_is((Span){name, strlen(name)}, templates[i].name)) return &templates[i];
+    return NULL;
+}
+
+// The row for a model: by its own template's marks; else what its vocabulary suggests, with a warning.
+static const Template *template_find(const Model *m, Str *warnings) {
+    for (int i = 0; m->chat_template.n && i < COUNT(templates); i++) {
+        const Template *t = &templates[i];
+        if (span_has(m->chat_template, t->mark[0]) && (!t->mark[1] || span_has(m->chat_template, t->mark[1])))
+            return t;
+    }
+    const char *name = !m->gguf ? "llama2" : tok_find(&m->vocab, SPAN("<|im_start|>")) >= 0 ? "chatml" : "plain";
+    if (m->gguf)
+        str_printf(warnings, "%s: %s; the chat uses the form `%s` (--template NAME forces another)\n",
+                   m->file.name, m->chat_template.n ? "its chat template is not one of those known"
+                                                    : "no chat template: is this an instruct model?", name);
+    return template_named(name);
+}
+
+static void message_add(Conversation *c, int role, Span text) {
+    if (c->n == c->cap) {
+        c->cap = 2 * c->cap + 8;
+        Message *p = realloc(c->p, (size_t)c->cap * sizeof *p);
+        if (!p) die("out of memory: %d messages", c->cap);
+        c->p = p;
+    }
+    c->p[c->n] = (Message){.role = role};
+    str_add(&c->p[c->n++].text, text.p, text.n);
+}
+
+static void conversation_free(Conversation *c) {
+    for (int i = 0; i < c->n; i++) str_free(&c->p[i].text);
+    free(c->p), *c = (Conversation){0};
+}
+
+// A text under construction and, byte for byte, whether it came from a message.
+typedef struct { Str text, typed; } Rendering;
+
+static void render_bytes(Rendering *r, Span s, bool typed) {
+    str_add(&r->text, s.p, s.n);
+    for (size_t i = 0; i < s.n; i++) str_add(&r->typed, typed ? "\1" : "\0", 1);
+}
+
+static void render_form(Rendering *r, const Vocab *v, const char *form) {
+    for (const char *brace; (brace = strchr(form, '{')); form = brace + 5) {
+        render_bytes(r, (Span){form, (size_t)(brace - form)}, false);
+        int id = brace[1] == 'b' ? v->bos : v->eos; // {bos} or {eos}
+        if (id >= 0) render_bytes(r, v->text[id], false);
+    }
+    render_bytes(r, (Span){form, strlen(form)}, false);
+}
+
+static bool is_blank(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
+
+static Span span_trim(Span s) {
+    while (s.n && is_blank(*s.p)) s.p++, s.n--;
+    while (s.n && is_blank(s.p[s.n - 1])) s.n--;
+    return s;
+}
+
+static void render_system(Rendering *r, const Vocab *v, const Template *t, const Span *text) {
+    if (!text) return;
+    render_form(r, v, t->system[0]);
+    render_bytes(r, t->rules & TRIM_SYSTEM ? span_trim(*text) : *text, true);
+    render_form(r, v, t->system[1]);
+}
+
+// The whole conversation, ending where the model is to reply. An empty system message is a message.
+static Rendering render(const Vocab *v, const Template *t, const Conversation *c) {
+    Rendering r = {0};
+    Span preset = {t->default_system, t->default_system ? strlen(t->default_system) : 0};
+    const Span *system = t->default_system ? &preset : NULL;
+    Span given;
+    int from = 0;
+    if (c->n && c->p[0].role == SYSTEM) {
+        given = (Span){c->p[0].text.p, c->p[0].text.n};
+        system = &given, from = 1;
+    }
+    render_form(&r, v, t->start);
+    if (!(t->rules & SYSTEM_IN_USER)) render_system(&r, v, t, system);
+    for (int i = from; i < c->n; i++) {
+        bool user = c->p[i].role == USER;
+        Span text = {c->p[i].text.p, c->p[i].text.n};
+        Span trimmed = t->rules & (user ? TRIM_USER : TRIM_REPLY) ? span_trim(text) : text;
+        render_form(&r, v, (user ? t->user : t->reply)[0]);
+        if (i == from && (t->rules & SYSTEM_IN_USER) && system) {
+            render_system(&r, v, t, system);
+            if (trimmed.n) trimmed = (Span){text.p, (size_t)(trimmed.p + trimmed.n - text.p)};
+            else while (r.text.n && is_blank(r.text.p[r.text.n - 1])) r.text.n--, r.typed.n--;
+        }
+        render_bytes(&r, trimmed, true);
+        render_form(&r, v, (user ? t->user : t->reply)[1]);
+    }
+    render_form(&r, v, t->ask);
+    return r;
+}
+
+static void rendering_free(Rendering *r) { str_free(&r->text), str_free(&r->typed); }
+/* ------------------------------------------------------------------------------------------------
+ * Chapter 13. Modes
+ *
+ * What the program does with a model: one function a mode, listed in modes[] of chapter 14. stdout gets
+ * the text (or the result) and nothing else; numbers, progress and warnings go to stderr.
+ */
+enum { DEFAULT_STEPS = 256, DEFAULT_CONTEXT = 4096, DEFAULT_CHUNK = 128, SCORE_PIECE = 512 };
+
+typedef struct {
+    const char *model, *mode, *tokenizer;
+    double temperature, top_p, min_p, repeat_penalty;
+    int64_t seed, steps, top_k, threads, chunk, context; // UNSET where not given
+    const char *input, *file, *system, *template, *kv, *logits;
+    Span *stops;                        // --stop, in order
+    int n_stops;
+    bool escapes, ids, no_bos, special, pieces, no_echo, quiet, show_prompt, help, version;
+} Options;
+
+#define UNSET INT64_MIN
+
+// ---- input: -i, -f or nothing, used byte for byte
+static void read_stream(Str *s, FILE *f, const char *name) {
+    char part[65536];
+    for (size_t n; (n = fread(part, 1, sizeof part, f)) > 0;) str_add(s, part, n);
+    if (ferror(f)) die("%s: cannot read: %s", name, strerror(errno));
+}
+
+// The escapes of C in place: \n \t \r \\ \" \' \0 \xHH; anything else stays as it is.
+static void unescape(Str *s) {
+    static const char from[] = "ntr\\\"'0", to[] = "\n\t\r\\\"'\0";
+    size_t n = 0;
+    for (size_t i = 0; i < s->n; i++) {
+        const char *known = s->p[i] == '\\' && i + 1 < s->n && s->p[i + 1] ? strchr(from, s->p[i + 1]) : NULL;
+        unsigned code;
+        if (known) s->p[n++] = to[known - from], i++;
+        else if (s->p[i] == '\\' && i + 3 < s->n && s->p[i + 1] == 'x' && isxdigit((unsigned char)s->p[i + 2])
+                 && isxdigit((unsigned char)s->p[i + 3]) && sscanf(s->p + i + 2, "%2x", &code) == 1)
+            s->p[n++] = (char)code, i += 3;
+        else s->p[n++] = s->p[i];
+    }
+    s->n = n;
+}
+
+static Str read_input(const Options *o) {
+    Str s = {0};
+    str_add(&s, "", 0);
+    if (o->input) {
+        str_add(&s, o->input, strlen(o->input));
+        if (o->escapes) unescape(&s);
+    } else if (o->file) {
+        FILE *f = strcmp(o->file, "-") ? fopen(o->file, "rb") : stdin;
+        if (!f) die("%s: cannot open: %s", o->file, strerror(errno));
+        read_stream(&s, f, o->file);
+        if (f != stdin) fclose(f);
+    }
+    return s;
+}
+
+// Ids separated by white space, each below the number of embedding rows (or of tokens).
+static void parse_ids(const Str *s, int limit, Ids *out) {
+    for (const char *p = s->p, *end = s->p + s->n; p < end;) {
+        if (is_blank(*p)) { p++; continue; }
+        char *stop;
+        errno = 0;
+        long id = strtol(p, &stop, 10);
+        if (stop == p || errno || (stop < end && !is_blank(*stop)) || id < 0 || id >= limit)
+            die("--ids: at byte %td: expected a token id from 0 to %d", p - s->p, limit - 1);
+        ids_add(out, (int)id), p = stop;
+    }
+}
+
+static Ids input_ids(const Options *o, const Model *m) {
+    Str text = read_input(o);
+    Ids ids = {0};
+    if (o->ids) parse_ids(&text, m->config.vocab_size ? m->config.vocab_size : m->vocab.size, &ids);
+    else {
+        if (!o->no_bos) tok_bos(&m->vocab, &ids);
+        tok_encode(&m->vocab, (Span){text.p, text.n}, NULL, o->special ? TOK_SPECIAL : 0, &ids);
+        if (m->vocab.add_eos && m->vocab.eos >= 0) ids_add(&ids, m->vocab.eos);
+    }
+    str_free(&text);
+    return ids;
+}
+
+// ---- what all modes that run the model share
+static Session *start_session(const Options *o, const Model *m, int64_t positions, int logit_rows) {
+    bool half = o->kv ? !strcmp(o->kv, "f16") : !m->all_f32;
+    int chunk = o->chunk == UNSET ? DEFAULT_CHUNK : (int)MIN(MAX(o->chunk, 1), 4096);
+    int threads = o->threads == UNSET || !o->threads ? default_threads(m)
+                : (int)MIN(MAX(o->threads, 1), MAX_THREADS);
+    if (positions > m->config.seq_len && !o->quiet)
+        fprintf(stderr, "warning: -c %lld is more than the %d positions the model was trained for\n",
+                (long long)positions, m->config.seq_len);
+    return session_new(m, (int)MIN(positions, MAX_POSITIONS), chunk, half, threads, logit_rows);
+}
+
+static int64_t context_size(const Options *o, const Model *m, int64_t wanted) {
+    if (o->context != UNSET) return o->context;
+    return MIN(m->config.seq_len, MAX(DEFAULT_CONTEXT, wanted));
+}
+
+static Sampler start_sampler(const Options *o, const Session *s) {
+    Sampler sampler = {
+        .temperature = (float)MAX(o->temperature, 0), .top_p = (float)o->top_p, .min_p = (float)o->min_p,
+        .repeat_penalty = (float)o->repeat_penalty, .top_k = (int)MIN(MAX(o->top_k, 0), INT_MAX),
+        .rng = o->seed > 0 ? (uint64_t)o->seed : time_seed(), .isa = s->team.isa,
+        .list = xalloc((size_t)s->model->config.vocab_size, sizeof(Candidate)),
+    };
+    if (!sampler.rng) sampler.rng = 1;  // a state of 0 would stay 0
+    if (!o->quiet && sampler.temperature > 0)
+        fprintf(stderr, "seed: %llu\n", (unsigned long long)sampler.rng);
+    return sampler;
+}
+
+// Ids that may be sampled: embedding rows beyond the tokenizer's entries mean nothing.
+static int sample_size(const Model *m) {
+    return m->vocab.size && m->vocab.size < m->config.vocab_size ? m->vocab.size : m->config.vocab_size;
+}
+
+static void put(Span s) { // to stdout; a reader that went away ends the program quietly
+    if (s.n && (fwrite(s.p, 1, s.n, stdout) != s.n || fflush(stdout))) {
+        if (errno == EPIPE) exit(0);
+        die("cannot write: %s", strerror(errno));
+    }
+}
+
+typedef struct {                        // tokens on their way to stdout
+    const Model *m;
+    Stream stream;
+    Str piece, *copy;                   // copy: what was shown, or NULL
+    int prev;
+} Speaker;
+
+static Speaker speaker_new(const Options *o, const Model *m, Str *copy) {
+    Speaker s = {.m = m, .copy = copy, .prev = NO_TOKEN};
+    s.stream = (Stream){.stops = o->stops, .n_stops = o->n_stops, .terminal = isatty(1)};
+    return s;
+}
+
+static void speaker_show(Speaker *s, Span shown) {
+    if (s->copy) str_add(s->copy, shown.p, shown.n);
+    put(shown);
+}
+
+static void speaker_say(Speaker *s, int id) {
+    s->piece.n = 0;
+    tok_piece(&s->m->vocab, id, s->prev, &s->piece);
+    s->prev = id;
+    speaker_show(s, stream_push(&s->stream, (Span){s->piece.p, s->piece.n}));
+}
+
+static void speaker_end(Speaker *s) {
+    speaker_show(s, stream_flush(&s->stream));
+    stream_free(&s->stream), str_free(&s->piece);
+}
+
+// ---- generate
+static int cmd_generate(const Options *o, const Model *m) {
+    Ids ids = input_ids(o, m);
+    if (!ids.n) ids_add(&ids, m->vocab.bos >= 0 ? m->vocab.bos : MAX(m->vocab.eos, 0));
+    int64_t prompt = (int64_t)ids.n, steps = o->steps;
+    if (steps == UNSET) steps = prompt < DEFAULT_STEPS ? DEFAULT_STEPS : prompt + DEFAULT_STEPS;
+    int64_t context = context_size(o, m, steps <= 0 ? m->config.seq_len : steps);
+    if (steps <= 0 || steps > context) steps = context;
+    bool cut = prompt > steps && o->steps > 0;
+    if (cut && !o->quiet)
+        fprintf(stderr, "warning: the prompt has %lld tokens, -n is %lld: nothing is generated\n",
+                (long long)prompt, (long long)steps);
+    if (prompt > context && !cut)
+        die("the prompt has %lld tokens, the context %lld positions (-c N makes it larger)",
+            (long long)prompt, (long long)context);
+    Speaker speaker = speaker_new(o, m, NULL);
+    bool bos = ids.p[0] == m->vocab.bos;                    // it marks the beginning and is not shown
+    speaker.prev = o->no_echo ? ids.p[prompt - 1] : bos ? ids.p[0] : NO_TOKEN;
+    for (int64_t i = bos; !o->no_echo && i < (cut ? steps + bos : prompt); i++) speaker_say(&speaker, ids.p[i]);
+    Stats stats = {.prompt = (int)prompt};
+    if (!cut) {
+        Session *s = start_session(o, m, MIN(context, MAX(steps, prompt)), 1);
+        Sampler sampler = start_sampler(o, s);
+        double start = now();
+        float *logits = session_sync(s, ids.p, (int)ids.n, !o->quiet && isatty(2));
+        stats.prompt_s = now() - start, start = now();
+        while (logits && (int64_t)ids.n <= steps && !interrupted && !speaker.stream.stopped) {
+            int next = sample(&sampler, logits, sample_size(m), ids.p, (int)ids.n);
+            if (m->gguf ? m->vocab.stop[next] : next == m->vocab.bos) break;
+            ids_add(&ids, next), stats.reply++;
+            speaker_say(&speaker, next);
+            if ((int64_t)ids.n > steps) break;
+            logits = session_sync(s, ids.p, (int)ids.n, false);
+        }
+        stats.reply_s = now() - start;
+        session_free(s), free(sampler.list);
+    }
+    speaker_end(&speaker);
+    put(SPAN("\n"));
+    if (!o->quiet && stats.reply) stats_print(&stats, m);
+    free(ids.p);
+    return interrupted ? 130 : 0;
+}
+
+// ---- chat
+// One line of stdin; a backslash at its end, typed at a terminal, goes on in the next one. False at the end.
+static bool read_line(Str *line, bool terminal) {
+    line->n = 0;
+    bool any = false;
+    for (int c; (c = getchar()) != EOF;) {
+        any = true;
+        if (c != '\n') { str_add(line, &(char){(char)c}, 1); continue; }
+        if (line->n && line->p[line->n - 1] == '\r') line->n--;
+        if (!terminal || !line->n || line->p[line->n - 1] != '\\') return true;
+        line->p[line->n - 1] = '\n';
+    }
+    return any && !interrupted;
+}
+
+static void show_prompt(const Vocab *v, const Ids *ids) { // what the model has been given so far
+    fprintf(stderr, "prompt ids:");
+    for (size_t i = 0; i < ids->n; i++) fprintf(stderr, " %d", ids->p[i]);
+    Str text = {0};
+    Stream clean = {.terminal = true};
+    for (size_t i = 0; i < ids->n; i++) tok_name(v, ids->p[i], &text);
+    Span shown = stream_push(&clean, (Span){text.p, text.n});
+    fprintf(stderr, "\n%.*s", (int)shown.n, shown.p);
+    shown = stream_flush(&clean);
+    fprintf(stderr, "%.*s\n", (int)shown.n, shown.p);
+    str_free(&text), stream_free(&clean);
+}
+
+typedef struct {
+    const Options *o;
+    const Model *m;
+    const Template *form;
+    Session *s;
+    Sampler sampler;
+    Conversation talk;
+    int limit;                          // positions the conversation may fill
+    Stats stats;
+} Chat;
+
+// The conversation as ids. While it leaves no room for a reply the oldest turn is dropped, the system
+// message never; the user is told. False if even the last message alone is too long.
+static bool chat_prompt(Chat *c, Ids *ids) {
+    int room = MIN(c->limit / 4, 64) + 1;
+    for (bool told = false;; told = true) {
+        Rendering r = render(&c->m->vocab, c->form, &c->talk);
+        ids->n = 0;
+        tok_encode(&c->m->vocab, (Span){r.text.p, r.text.n}, (const uint8_t *)r.typed.p, TOK_SPECIAL, ids);
+        rendering_free(&r);
+        if ((int64_t)ids->n + room <= c->limit) return true;
+        int first = c->talk.n && c->talk.p[0].role == SYSTEM, oldest = MIN(2, c->talk.n - first - 1);
+        if (oldest < 2) {
+            fprintf(stderr, "this message makes %zu tokens, the context has %d positions: left out "
+                    "(-c N makes it larger)\n", ids->n, c->limit);
+            return false;
+        }
+        if (!told) fprintf(stderr, "context full (%zu of %d): the oldest messages are forgotten\n", ids->n, c->limit);
+        for (int i = first; i < first + 2; i++) str_free(&c->talk.p[i].text);
+        memmove(c->talk.p + first, c->talk.p + first + 2, sizeof(Message) * (size_t)(c->talk.n - first - 2));
+        c->talk.n -= 2;
+    }
+}
+
+static void chat_reply(Chat *c, Ids *ids) {
+    const Vocab *v = &c->m->vocab;
+    Str reply = {0};
+    Speaker speaker = speaker_new(c->o, c->m, &reply);
+    double start = now();
+    float *logits = session_sync(c->s, ids->p, (int)ids->n, !c->o->quiet && isatty(2));
+    c->stats.prompt += (int)ids->n, c->stats.prompt_s += now() - start;
+    start = now();
+    while (logits && !interrupted && !speaker.stream.stopped) {
+        int next = sample(&c->sampler, logits, sample_size(c->m), ids->p, (int)ids->n);
+        if (v->stop[next]) break;
+        ids_add(ids, next), c->stats.reply++;
+        speaker_say(&speaker, next);
+        if ((int)ids->n >= c->limit) {
+            fprintf(stderr, "\ncontext full (%d positions): the reply ends here\n", c->limit);
+            break;
+        }
+        logits = session_sync(c->s, ids->p, (int)ids->n, false);
+    }
+    c->stats.reply_s += now() - start;
+    speaker_end(&speaker);
+    put(SPAN("\n"));
+    message_add(&c->talk, REPLY, (Span){reply.p, reply.n});
+    str_free(&reply);
+}
+
+static int cmd_chat(const Options *o, const Model *m) {
+    Chat c = {.o = o, .m = m};
+    Str notes = {0}, line = {0};
+    c.form = o->template ? template_named(o->template) : template_find(m, &notes);
+    if (!c.form) die("--template %s: not one of those known (see --help)", o->template);
+    if (notes.n && !o->quiet) fprintf(stderr, "warning: %s", notes.p);
+    int64_t context = context_size(o, m, MAX(o->steps, 0));
+    c.limit = (int)MIN(o->steps > 0 ? MIN(o->steps, context) : context, MAX_POSITIONS);
+    c.s = start_session(o, m, c.limit, 1);
+    c.sampler = start_sampler(o, c.s);
+    if (o->system) message_add(&c.talk, SYSTEM, (Span){o->system, strlen(o->system)});
+    bool terminal = isatty(0), first = o->input || o->file;
+    if (first) line = read_input(o);
+    Ids ids = {0};
+    for (;; first = false) {
+        if (!first && terminal) put(SPAN("User: "));
+        if (!first && !read_line(&line, terminal)) break;
+        interrupt_arm();
+        if (span_trim((Span){line.p, line.n}).n == 0) continue;
+        message_add(&c.talk, USER, (Span){line.p, line.n});
+        if (!chat_prompt(&c, &ids)) { str_free(&c.talk.p[--c.talk.n].text); continue; }
+        if (o->show_prompt) show_prompt(&m->vocab, &ids);
+        if (terminal) put(SPAN("Assistant: "));
+        chat_reply(&c, &ids);
+        if (interrupted) interrupt_arm();
+    }
+    if (terminal) put(SPAN("\n"));
+    if (!o->quiet && c.stats.reply) stats_print(&c.stats, m);
+    session_free(c.s), conversation_free(&c.talk);
+    free(c.sampler.list), free(ids.p), str_free(&line), str_free(&notes);
+    return interrupted ? 130 : 0;
+}
+
+// ---- tokenize
+static int cmd_tokenize(const Options *o, const Model *m) {
+    Ids ids = input_ids(o, m);
+    Str out = {0};
+    for (size_t i = 0; i < ids.n; i++) {
+        str_printf(&out, o->pieces ? "%d " : i ? " %d" : "%d", ids.p[i]);
+        if (!o->pieces) continue;
+        Str name = {0};
+        Stream clean = {.terminal = isatty(1)};
+        tok_name(&m->vocab, ids.p[i], &name);
+        Span shown = stream_push(&clean, (Span){name.p, name.n});
+        str_add(&out, shown.p, shown.n);
+        shown = stream_flush(&clean);
+        str_add(&out, shown.p, shown.n), str_add(&out, "\n", 1);
+        str_free(&name), stream_free(&clean);
+    }
+    if (!o->pieces) str_add(&out, "\n", 1);
+    put((Span){out.p, out.n});
+    str_free(&out), free(ids.p);
+    return 0;
+}
+
+// ---- score
+typedef struct { int64_t n; double sum, squares; } Score;
+
+static void score_add(Score *t, double nll) { t->n++, t->sum += nll, t->squares += nll * nll; }
+
+// Negative log of the probability that logits (n) give to id; the logits are used up.
+static double score_nll(const VecOps *ops, float *logits, int n, int id) {
+    float max = logits[argmax(logits, n)], chosen = logits[id];
+    double sum = (double)ops->exps(logits, 0, n, max);
+    return log(sum) - ((double)chosen - (double)max);
+}
+
+// Feeds ids (n) to an empty session; rows from < i count: row i predicts ids[i + 1].
+static void score_piece(Session *s, const int *ids, int n, int from, Score *t, FILE *dump) {
+    size_t vocab = (size_t)s->model->config.vocab_size;
+    s->n_tokens = 0;
+    for (int done = 0; done < n && !interrupted;) {
+        int step = MIN(s->logit_rows, n - done);
+        float *logits = session_feed(s, ids + done, step, WANT_ALL);
+        if (dump && fwrite(logits, sizeof *logits * vocab, (size_t)step, dump) != (size_t)step)
+            die("--logits: cannot write: %s", strerror(errno));
+        for (int i = 0; i < step; i++)
+            if (done + i >= from && done + i + 1 < n)
+                score_add(t, score_nll(&vec_ops[s->team.isa], logits + (size_t)i * vocab, (int)vocab,
+                                       ids[done + i + 1]));
+        done += step;
+    }
+}
+
+static int cmd_score(const Options *o, const Model *m) {
+    Ids ids = input_ids(o, m);
+    if (ids.n < 2) die("score: the text has %zu tokens, at least 2 are needed", ids.n);
+    int64_t context = o->context != UNSET ? o->context : MIN(SCORE_PIECE, m->config.seq_len);
+    bool pieces = (int64_t)ids.n > context;
+    if (pieces && o->logits)
+        die("--logits: the text has %zu tokens, the context %lld positions: use -c %zu", ids.n,
+            (long long)context, ids.n);
+    if (pieces && context < 4) die("score: -c %lld is too small to cut a text in pieces", (long long)context);
+    FILE *dump = o->logits ? fopen(o->logits, "wb") : NULL;
+    if (o->logits && !dump) die("%s: cannot open: %s", o->logits, strerror(errno));
+    Session *s = start_session(o, m, context, 32);
+    Score t = {0};
+    if (!pieces) score_piece(s, ids.p, (int)ids.n, 0, &t, dump);
+    for (size_t at = 0; pieces && at + (size_t)context <= ids.n && !interrupted; at += (size_t)context) {
+        int first = ids.p[at];          // as llama.cpp's perplexity tool: BOS in its place, second half counts
+        if (m->vocab.add_bos && m->vocab.bos >= 0) ids.p[at] = m->vocab.bos;
+        score_piece(s, ids.p + at, (int)context, (int)(context / 2), &t, NULL);
+        ids.p[at] = first;
+        if (!o->quiet && isatty(2))
+            fprintf(stderr, "\r%zu of %zu tokens, perplexity %.4f", at + (size_t)context, ids.n,
+                    exp(t.sum / (double)MAX(t.n, 1)));
+    }
+    if (pieces && !o->quiet && isatty(2)) fprintf(stderr, "\n");
+    if (dump && fclose(dump)) die("%s: cannot write: %s", o->logits, strerror(errno));
+    if (!interrupted) {
+        double nll = t.sum / (double)t.n, variance = MAX(t.squares / (double)t.n - nll * nll, 0);
+        double error = t.n > 1 ? exp(nll) * sqrt(variance / (double)(t.n - 1)) : 0;
+        printf("tokens %lld nll %.5f ppl %.5f error %.5f\n", (long long)t.n, nll, exp(nll), error);
+    }
+    session_free(s), free(ids.p);
+    return interrupted ? 130 : 0;
+}
+
+// ---- bench
+static void bench_line(const Session *s, const char *phase, int tokens, int depth, double seconds, double bytes) {
+    printf("%s,%d,%d,%d,%.2f,%.2f\n", phase, tokens, depth, s->team.n, rate(tokens, seconds), rate(bytes, seconds) / 1e9);
+    fflush(stdout);
+}
+
+static int cmd_bench(const Options *o, const Model *m) {
+    enum { PREFILL = 512, DECODE = 64 };
+    static const int depths[] = {0, 512, 4096};
+    int64_t room = o->context != UNSET ? o->context : MIN(m->config.seq_len, depths[2] + DECODE);
+    Session *s = start_session(o, m, room, 1);
+    uint64_t rng = 42;
+    int *ids = xalloc((size_t)room, sizeof *ids), prefill = (int)MIN(PREFILL, room);
+    for (int64_t i = 0; i < room; i++) ids[i] = (int)(rng_next(&rng) % (uint32_t)m->config.vocab_size);
+    session_sync(s, ids, MIN(8, prefill), false);           // first touch of the weights is not timed
+    s->n_tokens = 0;
+    printf("phase,tokens,depth,threads,tokens_per_s,gb_per_s\n");
+    double start = now();
+    session_sync(s, ids, prefill, false);
+    bench_line(s, "prefill", prefill, 0, now() - start,
+               (double)m->weight_bytes * ((prefill + s->chunk - 1) / s->chunk));
+    double cache = (double)cache_bytes_per_token(m, s->half);
+    for (int d = 0; d < COUNT(depths) && !interrupted; d++) {
+        int tokens = (int)MIN(DECODE, room - depths[d]);
+        if (tokens < 1) break;
+        s->n_tokens = MIN(s->n_tokens, depths[d]);
+        if (depths[d]) session_sync(s, ids, depths[d], false);
+        start = now();
+        for (int i = 0; i < tokens; i++) session_feed(s, ids + depths[d] + i, 1, WANT_LAST);
+        bench_line(s, "decode", tokens, depths[d], now() - start,
+                   tokens * ((double)m->weight_bytes + cache * (depths[d] + tokens / 2.0)));
+    }
+    session_free(s), free(ids);
+    return interrupted ? 130 : 0;
+}
+
+// ---- info: what is in the file, one `key: value` a line
+static void info_types(const Model *m, Str *out) {
+    int64_t parameters = 0, count[COUNT(formats) + 1] = {0};
+    for (int i = 0; m->gguf && i < m->gguf->n_tensors; i++) {
+        const GgufTensor *t = &m->gguf->tensors[i];
+        const Format *f = format_of(t->type);
+        count[f ? f - formats : COUNT(formats)]++;
+        parameters += (int64_t)(t->dims[0] * t->dims[1] * t->dims[2] * t->dims[3]);
+    }
+    const Config *c = &m->config;
+    if (!m->gguf)
+        parameters = (int64_t)c->dim * ((int64_t)c->vocab_size * (m->tied ? 1 : 2) + 1 + (int64_t)c->n_layers
+                     * (2 + 2LL * c->dim + 2LL * c->n_kv_heads * c->head_size + 3LL * c->hidden_dim));
+    str_printf(out, "parameters: %lld\ntypes:", (long long)parameters);
+    for (int i = 0; i < COUNT(count); i++)
+        if (count[i]) str_printf(out, " %s %lld", i < COUNT(formats) ? formats[i].name : "unknown", (long long)count[i]);
+    str_printf(out, "%s\nfile_bytes: %zu\n", m->gguf ? "" : m->version == 2 ? " int8" : " f32", m->file.size);
+}
+
+static void info_config(const Model *m, Str *out) {
+    const Config *c = &m->config;
+    str_printf(out, "layers: %d\nwidth: %d\nhidden: %d\nheads: %d\nkv_heads: %d\nhead_size: %d\ncontext: %d\n"
+               "cache_bytes_per_token: %lld\n", c->n_layers, c->dim, c->hidden_dim, c->n_heads, c->n_kv_heads,
+               c->head_size, c->seq_len, (long long)cache_bytes_per_token(m, !m->all_f32));
+}
+
+static void info_vocab(const Model *m, Str *out) {
+    const Vocab *v = &m->vocab;
+    str_printf(out, "vocabulary: %d\nbos: %d%s\nstops:", v->size, v->bos, v->add_bos ? "" : " (not added)");
+    for (int i = 0; i < v->size; i++)
+        if (v->stop[i]) str_printf(out, " %d", i), str_add(out, " ", 1), tok_name(v, i, out);
+    str_printf(out, "\n");
+}
+
+static void info_sampling(const Gguf *g, Str *out) {
+    static const char *const names[] = {"temp", "top_k", "top_p", "min_p", "penalty_repeat"};
+    str_printf(out, "sampling:");
+    size_t none = out->n;
+    for (int i = 0; g && i < COUNT(names); i++) {
+        char key[64];
+        snprintf(key, sizeof key, "general.sampling.%s", names[i]);
+        const GgufValue *v = gguf_find(g, key);
+        int64_t n;
+        if (!v || v->array) continue;
+        if (v->type == GGUF_F32) str_printf(out, " %s %g", names[i], (double)f32_at(g->r->base + v->at));
+        else if (gguf_element(g, v, 0, &n)) str_printf(out, " %s %lld", names[i], (long long)n);
+    }
+    str_printf(out, out->n == none ? " none stated\n" : "\n");
+}
+
+static void model_info(const Model *m, Str *out) {
+    Span family = m->gguf ? gguf_string(m->gguf, "general.architecture") : SPAN("llama");
+    Span name = m->gguf ? gguf_string(m->gguf, "general.name") : (Span){"", 0};
+    Span pre = m->gguf ? gguf_string(m->gguf, "tokenizer.ggml.pre") : (Span){"", 0};
+    str_printf(out, "format: %s %d\nfamily: ", m->gguf ? "GGUF" : ".bin version", m->version);
+    str_add(out, family.p, family.n), str_printf(out, "%s\nname: ", arch_find(family) ? "" : " (not known here)");
+    str_add(out, name.p, name.n), str_add(out, "\n", 1);
+    info_types(m, out);
+    if (m->config.dim) info_config(m, out);
+    if (m->vocab.size) info_vocab(m, out);
+    else str_printf(out, "vocabulary: %d\n", m->config.vocab_size);
+    str_printf(out, "pre: "), str_add(out, pre.p, pre.n), str_add(out, "\n", 1);
+    info_sampling(m->gguf, out);
+}
+
+static int cmd_info(const Options *o, const Model *m) {
+    (void)o;
+    Str out = {0};
+    model_info(m, &out);
+    if (m->gguf && m->chat_template.n) {
+        Str unused = {0};
+        str_printf(&out, "template: %s\n", template_find(m, &unused)->name);
+        str_free(&unused);
+    } else str_printf(&out, "template: %s\n", m->gguf ? "none" : "llama2");
+    Stream clean = {.terminal = true};
+    put(stream_push(&clean, (Span){out.p, out.n}));
+    put(stream_flush(&clean));
+    stream_free(&clean), str_free(&out);
+    return 0;
+}
+/* ------------------------------------------------------------------------------------------------
+ * Chapter 14. Command line and main
+ *
+ * The table of options is the parser and the help text. llama2.c's letters keep their meaning; what is
+ * new has a long name. Numbers are read whole, an unknown option is named, and wrong usage ends with
+ * status 2.
+ */
+enum { OPT_FLAG, OPT_INT, OPT_FLOAT, OPT_TEXT, OPT_TEXTS };
+
+/* To add an option: a field in Options (chapter 13), a row here, its use. To add a mode: a cmd_
+ * function in chapter 13 and a row in modes[]. */
+typedef struct {
+    char letter;                        // 0: long name only
+    const char *name;
+    int kind;
+    size_t at;                          // place in Options
+    const char *arg, *help;
+} Opt;
+
+#define AT(field) offsetof(Options, field)
+static const Opt opts[] = {
+    {'m', "mode", OPT_TEXT, AT(mode), "MODE", "generate (default), chat, tokenize, score, bench, info"},
+    {'i', "input", OPT_TEXT, AT(input), "TEXT", "prompt, first message of a chat, text to tokenize or score"},
+    {'f', "file", OPT_TEXT, AT(file), "FILE", "the same from a file, - is stdin"},
+    {'e', "escapes", OPT_FLAG, AT(escapes), NULL, "\\n, \\t, \\xHH and friends in -i mean what they mean in C"},
+    {'n', "steps", OPT_INT, AT(steps), "N", "positions, prompt included (256; 0: the whole context; chat: 0)"},
+    {'t', "temperature", OPT_FLOAT, AT(temperature), "X", "0 is greedy; default 1.0"},
+    {'p', "top-p", OPT_FLOAT, AT(top_p), "X", "keep the likeliest that sum to X; 0 or 1 is off; default 0.9"},
+    {0, "top-k", OPT_INT, AT(top_k), "N", "keep the N likeliest; 0 is off"},
+    {0, "min-p", OPT_FLOAT, AT(min_p), "X", "keep what has X of the best one's probability; 0 is off"},
+    {0, "repeat-penalty", OPT_FLOAT, AT(repeat_penalty), "X", "weaken the last 64 tokens; 0 or 1 is off"},
+    {'s', "seed", OPT_INT, AT(seed), "N", "of the random numbers; 0 or less: from the clock"},
+    {'y', "system", OPT_TEXT, AT(system), "TEXT", "system message of a chat; \"\" is an empty one"},
+    {0, "template", OPT_TEXT, AT(template), "NAME", "force a chat form: smollm2 qwen2.5 chatml llama2 plain"},
+    {0, "show-prompt", OPT_FLAG, AT(show_prompt), NULL, "print to stderr what the model is given"},
+    {0, "stop", OPT_TEXTS, AT(stops), "TEXT", "end a reply before this text; may be given several times"},
+    {0, "no-echo", OPT_FLAG, AT(no_echo), NULL, "do not repeat the prompt"},
+    {'z', "tokenizer", OPT_TEXT, AT(tokenizer), "FILE", "vocabulary of a .bin (else STEM.tokenizer.bin or tokenizer.bin)"},
+    {0, "ids", OPT_FLAG, AT(ids), NULL, "the input is token ids; nothing is added to them"},
+    {0, "no-bos", OPT_FLAG, AT(no_bos), NULL, "no BOS before the text"},
+    {0, "special", OPT_FLAG, AT(special), NULL, "control tokens written in the text count"},
+    {0, "pieces", OPT_FLAG, AT(pieces), NULL, "tokenize: one line a token, id and piece"},
+    {0, "logits", OPT_TEXT, AT(logits), "FILE", "score: write every position's logits, float32"},
+    {'c', "context", OPT_INT, AT(context), "N", "positions the cache holds (the file's context, at most 4096)"},
+    {0, "kv", OPT_TEXT, AT(kv), "TYPE", "cache in f32 or f16 (f32 where the weights are f32)"},
+    {0, "threads", OPT_INT, AT(threads), "N", "default: one a core"},
+    {0, "chunk", OPT_INT, AT(chunk), "N", "rows of a prompt read in one pass (128)"},
+    {'q', "quiet", OPT_FLAG, AT(quiet), NULL, "nothing on stderr but errors"},
+    {'h', "help", OPT_FLAG, AT(help), NULL, "this text"},
+    {0, "version", OPT_FLAG, AT(version), NULL, "the version"},
+};
+
+static const struct {
+    const char *name;
+    int (*run)(const Options *, const Model *);
+    int need;
+} modes[] = {
+    {"generate", cmd_generate, NEED_VOCAB | NEED_WEIGHTS}, {"chat", cmd_chat, NEED_VOCAB | NEED_WEIGHTS},
+    {"tokenize", cmd_tokenize, NEED_VOCAB}, {"score", cmd_score, NEED_VOCAB | NEED_WEIGHTS},
+    {"bench", cmd_bench, NEED_WEIGHTS}, {"info", cmd_info, 0},
+};
+
+static void usage(FILE *f) {
+    fprintf(f, "usage: run MODEL [options]\nMODEL is a GGUF file or a .bin of llama2.c.\n"
+               "example: run models/story.gguf -i \"Once upon a time\" -t 0.8\n\n");
+    for (int i = 0; i < COUNT(opts); i++) {
+        char left[64];
+        snprintf(left, sizeof left, "%c%c%s--%s%s%s", opts[i].letter ? '-' : ' ',
+                 opts[i].letter ? opts[i].letter : ' ', opts[i].letter ? ", " : "  ", opts[i].name,
+                 opts[i].arg ? " " : "", opts[i].arg ? opts[i].arg : "");
+        fprintf(f, "  %-26s %s\n", left, opts[i].help);
+    }
+}
+
+_Noreturn __attribute__((format(printf, 1, 2))) static void die_usage(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    say_line("error: ", format, args);
+    va_end(args);
+    fprintf(stderr, "try: run --help\n");
+    exit(2);
+}
+
+static void opt_set(Options *o, const Opt *opt, const char *value) {
+    char *field = (char *)o + opt->at, *end;
+    errno = 0;
+    if (opt->kind == OPT_FLAG) *(bool *)field = true;
+    else if (opt->kind == OPT_TEXT) *(const char **)field = value;
+    else if (opt->kind == OPT_TEXTS) o->stops[o->n_stops++] = (Span){value, strlen(value)};
+    else if (opt->kind == OPT_INT) {
+        *(int64_t *)field = strtoll(value, &end, 10);
+        if (end == value || *end || errno) die_usage("--%s: `%s` is not a whole number", opt->name, value);
+    } else {
+        *(double *)field = strtod(value, &end);
+        if (end == value || *end || !isfinite(*(double *)field))
+            die_usage("--%s: `%s` is not a number", opt->name, value);
+    }
+}
+
+static void opts_parse(Options *o, int argc, char **argv) {
+    for (int i = 1; i < argc; i++) {
+        const char *a = argv[i];
+        const Opt *opt = NULL;
+        if (a[0] != '-' || !a[1]) {
+            if (o->model) die_usage("`%s`: one model file at a time (an option's value without its option?)", a);
+            o->model = a;
+            continue;
+        }
+        for (int k = 0; k < COUNT(opts) && !opt; k++)
+            if (a[1] == '-' ? !strcmp(a + 2, opts[k].name) : a[1] == opts[k].letter && !a[2]) opt = &opts[k];
+        if (!opt) die_usage("unknown option `%s`", a);
+        if (opt->kind != OPT_FLAG && ++i == argc) die_usage("option `%s` needs a value", a);
+        opt_set(o, opt, argv[i]);
+    }
+}
+
+static int run(int argc, char **argv) {
+    Options o = {
+        .mode = "generate", .temperature = 1.0, .top_p = 0.9, .seed = 0, .steps = UNSET, .threads = UNSET,
+        .chunk = UNSET, .context = UNSET, .stops = xalloc((size_t)argc, sizeof(Span)),
+    };
+    opts_parse(&o, argc, argv);
+    int mode = 0;
+    while (mode < COUNT(modes) && strcmp(o.mode, modes[mode].name)) mode++;
+    if (o.help) usage(stdout);
+    else if (o.version) printf("run.c %s\n", VERSION);
+    else if (!o.model) {
+        usage(stderr);
+        return 2;
+    }
+    if (o.help || o.version) return 0;
+    if (mode == COUNT(modes)) die_usage("--mode: `%s`, expected generate, chat, tokenize, score, bench or info", o.mode);
+    if (o.kv && strcmp(o.kv, "f32") && strcmp(o.kv, "f16")) die_usage("--kv: `%s`, expected f32 or f16", o.kv);
+    if (o.context != UNSET && o.context < 1) die_usage("--context: %lld, expected 1 or more", (long long)o.context);
+    if (o.top_p < 0 || o.top_p > 1) o.top_p = 0.9;          // as llama2.c
+    signal(SIGPIPE, SIG_IGN);
+    interrupt_arm();
+    Model m = {0};
+    model_open(&m, o.model, o.tokenizer, modes[mode].need);
+    if (m.warnings.n && !o.quiet) fprintf(stderr, "%s", m.warnings.p);
+    int status = modes[mode].run(&o, &m);
+    model_close(&m), free(o.stops);
+    return status;
+}
+
+#ifndef TESTING
+int main(int argc, char **argv) { return run(argc, argv); }
+#endif
