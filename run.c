@@ -327,16 +327,15 @@ static float rng_float(uint64_t *state) { // [0, 1)
  * Chapter 2. Numbers on disk
  *
  * A weight matrix stays in the mapped file as it was written: rows of floats, or rows of blocks of 32
- * or 256 small integers that share a scale. Everything that knows such a layout, and everything that
- * knows an instruction set, is in this chapter; the rest of the program asks formats[].
- * What a product of a row of weights and a row of activations *is*, to the bit, does not depend on
- * either. Float rows: eight lanes, lane k mod 8, one fused multiply-add per weight in rising k, the lanes
- * folded by one fixed tree after every 2,048. Quantised rows meet 16-bit activations in blocks of 32: the
- * products of a block are summed exactly in 32-bit integers (any order will do), then one fused
- * multiply-add with the scales goes into lane (block mod 8). dot_c() below says the same in plain C.
- * The price of exactness is one conversion and one multiply-add a block; it buys the same text on every
- * machine, for one row as for five hundred. Only where the compiler has no fast fma() do float rows of
- * plain C multiply and add: their last bits differ there.
+ * or 256 small integers that share a scale. Whatever knows such a layout, and whatever knows an
+ * instruction set, is in this chapter; the rest of the program asks formats[] and kernels[].
+ * What the product of a row of weights and a row of activations *is*, to the bit, depends on neither.
+ * Float rows: eight lanes, lane k mod 8, one fused multiply-add a weight in rising k, the lanes folded by
+ * one fixed tree after every 2,048. Quantised rows meet 16-bit activations in blocks of 32: the products
+ * of a block are summed exactly in 32-bit integers, in any order, then one fused multiply-add with the
+ * scales goes into lane (block mod 8). The plain C kernels below are that definition. The price is one
+ * conversion and one multiply-add a block; it buys the same text on every machine and in every batch.
+ * (Where the compiler has no fast fma(), float rows of plain C multiply and add: other last bits.)
  */
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HAVE_X86 1
@@ -345,6 +344,7 @@ static float rng_float(uint64_t *state) { // [0, 1)
 #endif
 
 enum { ISA_C, ISA_AVX2, ISA_AVX512, ISA_COUNT };
+enum { LANES = 8, FLOAT_BLOCK = 2048 };
 
 typedef struct Format Format;
 typedef struct {            // a matrix in the file: [rows][cols], each row a run of blocks
@@ -360,46 +360,56 @@ typedef struct {            // activations: n rows of floats, and the same as 16
     int n;
     int64_t cols;
     float *x;               // row i at x + i * ldx
-    int16_t *q;             // row i at q + i * ldq; a block's 16 values with even k, then its 16 with odd k
+    int16_t *q;             // row i at q + i * ldq; a block's 16 even-numbered values, then the odd
     float *dx;              // row i at dx + i * ldb: one scale a block
-    int32_t *sum;           // row i at sum + i * 2 * ldb: [2][ldb] sums of a block's first and second 16
+    int32_t *sum;           // row i at sum + 2 * i * ldb: [2][ldb] sums of a block's first, second 16
     int64_t ldx, ldq, ldb;  // in elements; odd numbers of cache lines, so that rows do not collide
 } Acts;
 
 typedef struct {            // one block of the file, opened: weight k is (u[k] - format->offset) * s + m
     uint8_t u[256];
-    float s[16];            // one a 32 weights, or one a 16 where format->scales is 2
-    float m[8];             // one a 32 weights
+    float s[16];            // one for 32 weights, or one for 16 where format->scales is 2
+    float m[8];             // one for 32 weights
 } Block;
 
-// y[i * ldy + row[r]] = row row[r] of t times row i of x, for four rows and n columns i = first, ...
-#define DOT_PARAMETERS \
-    const Tensor *t, const int64_t *row, const Acts *x, int first, int n, float *y, int64_t ldy
-typedef void Dot(DOT_PARAMETERS);
-
-// Many columns: PANEL_ROWS rows are opened a piece of K at a time into a panel that stays in the near cache
-// while all columns pass. part[] keeps the eight lanes of every product between two pieces of K; how it
-// is laid out is the business of multiply() and fold() alone.
+// Many columns: PANEL_ROWS rows are opened a piece of K at a time into a panel that stays in the near
+// cache while all columns pass; part[] keeps eight lanes of every product between two pieces. Its layout
+// is the business of multiply() and fold() alone.
 enum { PANEL_ROWS = 32, PANEL_K = 256, PANEL_BLOCKS = 16, PANEL_COLUMNS = 128 };
 typedef union {
     float w[PANEL_ROWS / 2][PANEL_K / 8][2][8]; // pairs of rows, eight weights of each in turn
-    struct {                                // [block][pair of weights][row][which]: columns of 16 rows
-        int16_t q[PANEL_BLOCKS][16][16][2]; // pairs 0-7: weights 0 2, 4 6, ...; 8-15: 1 3, 5 7, ...
+    struct {                                    // 16 rows side by side: [block][pair][row][which]
+        int16_t q[PANEL_BLOCKS][16][16][2];     // pairs 0-7: weights 0 2, 4 6, ...; 8-15: 1 3, 5 7, ...
         float s[PANEL_BLOCKS][2][16], m[PANEL_BLOCKS][16];
     } half[PANEL_ROWS / 16];
 } Panel;
-typedef void Pack(const Tensor *t, int64_t row, int64_t k, int len, Panel *p);
 
+// dot: y[i * ldy + row[r]] = row row[r] of t times row i of x, for four rows and n <= COLUMNS rows of x
+// from `first` on. pack: rows row ... of t, weights k ... k + len - 1, into a panel; past the last row of
+// t the last is repeated. multiply: part += panel times n rows of x. fold: y = (+=, if more) the lanes.
+enum { COLUMNS = 8 };
+#define DOT(name) \
+    void name(const Tensor *t, const int64_t *row, const Acts *x, int first, int n, float *y, int64_t ldy)
+#define PACK(name) void name(const Tensor *t, int64_t row, int64_t k, int len, Panel *p)
+#define MULTIPLY(name) \
+    void name(const Format *f, const Panel *p, const Acts *x, int first, int n, int64_t k, int len, \
+              float *part)
+#define FOLD(name) void name(const float *part, int n, int rows, bool more, float *y, int64_t ldy)
+#define EXPAND(name) void name(const Tensor *t, int64_t row, int64_t k, int n, float *out)
+#define QUANTISE(name) \
+    void name(const float *x, int64_t blocks, int16_t *q, float *dx, int32_t *sum, int64_t ldb)
+
+typedef struct Group Group; // eight blocks opened by vector code
 struct Format {
     const char *name;
-    uint32_t id;                // GGUF's tensor type
-    int block, bytes;           // weights a block, bytes a block
-    bool quantised;             // meets 16-bit activations
-    int offset, scales, minimum;// of the integers; scales in 32 weights (1, 2); has a minimum
-    void (*open)(const Tensor *t, const uint8_t *p, Block *b);                  // quantised
-    void (*expand)(const Tensor *t, int64_t row, int64_t k, int n, float *out); // weights k ... as f32
-    Dot *dot[ISA_COUNT];        // few columns, straight from the file; NULL: always by panels
-    Pack *pack[ISA_COUNT];      // many columns; NULL: always by dot
+    uint32_t id;                 // GGUF's tensor type
+    int block, bytes;            // weights a block, bytes a block
+    bool quantised;              // meets 16-bit activations
+    int offset, scales, minimum; // of the integers; scales for 32 weights (1, 2); has a minimum
+    void (*open)(const Tensor *t, const uint8_t *p, Block *b);         // quantised: one block
+    void (*group)(const Tensor *t, const uint8_t *p, int n, Group *g); // the same for n <= 8 x 32 weights
+    EXPAND((*expand));           // weights k ... k + n - 1 of a row as floats; k, n multiples of block
+    DOT((*dot[2]));              // plain C, vector; NULL: the vector code has only panels
 };
 
 // ---- small floats
@@ -427,7 +437,7 @@ static uint16_t f32_to_f16(float f) { // to nearest, ties to even
     if (a > 0x7F800000) return (uint16_t)(sign | 0x7E00 | (a >> 13 & 0x1FF));
     if (a >= 0x477FF000) return (uint16_t)(sign | 0x7C00); // 65520 and more
     if (a >= 0x38800000) return (uint16_t)(sign | (a - 0x38000000 + 0xFFF + (a >> 13 & 1)) >> 13);
-    uint32_t shift = 126 - (a >> 23), m = (a & 0x7FFFFF) | 0x800000; // subnormal: units of 2^-24
+    uint32_t shift = 126 - (a >> 23), m = (a & 0x7FFFFF) | 0x800000; // units of 2^-24
     if (shift > 24) return (uint16_t)sign;
     uint32_t q = m >> shift, rest = m & ((1u << shift) - 1), half = 1u << (shift - 1);
     return (uint16_t)(sign | (q + (rest > half || (rest == half && (q & 1)))));
@@ -439,23 +449,34 @@ static float f16_at(const uint8_t *p) { return f16_to_f32(u16_at(p)); }
 
 // Where fma() would be a slow library call, float rows multiply and add instead.
 #if defined(FP_FAST_FMAF) || defined(__FMA__) || defined(__aarch64__)
-enum { FMA_IS_FAST = 1 };
+#define FMA_IS_FAST 1
 #else
-enum { FMA_IS_FAST = 0 };
+#define FMA_IS_FAST 0
 #endif
-
 static inline float fma_or_not(float a, float b, float c) {
     return FMA_IS_FAST ? fmaf(a, b, c) : c + a * b;
 }
 
 // ---- block loaders, plain C
-static void nibbles_c(const uint8_t *q, uint8_t *u) { // byte k holds weights k (low) and k + 16 (high)
-    for (int k = 0; k < 16; k++) u[k] = q[k] & 15, u[k + 16] = q[k] >> 4;
+// d, then m if there is one, then 32 fifth bits (of weight k: bit k) if there are, then 16 bytes:
+// byte k holds weight k in its low half and weight k + 16 in its high half
+static void small_open(const uint8_t *p, bool minimum, bool fifth, Block *b) {
+    const uint8_t *bits = p + (minimum ? 4 : 2), *nibbles = bits + (fifth ? 4 : 0);
+    b->s[0] = f16_at(p), b->m[0] = minimum ? f16_at(p + 2) : 0;
+    for (int k = 0; k < 32; k++) {
+        int high = fifth ? bits[k / 8] >> k % 8 & 1 : 0;
+        b->u[k] = (uint8_t)((nibbles[k % 16] >> k / 16 * 4 & 15) | high << 4);
+    }
 }
 
-static void fifth_bits_c(const uint8_t *qh, uint8_t *u) { // bit k belongs to weight k
-    for (int k = 0; k < 32; k++) u[k] |= (uint8_t)((qh[k / 8] >> k % 8 & 1) << 4);
-}
+// q4_0, 18 bytes:   | d f16 | 16 bytes of nibbles |
+static void q4_0_open(const Tensor *t, const uint8_t *p, Block *b) { (void)t, small_open(p, 0, 0, b); }
+// q4_1, 20 bytes:   | d f16 | m f16 | 16 bytes of nibbles |
+static void q4_1_open(const Tensor *t, const uint8_t *p, Block *b) { (void)t, small_open(p, 1, 0, b); }
+// q5_0, 22 bytes:   | d f16 | 32 fifth bits | 16 bytes of nibbles |
+static void q5_0_open(const Tensor *t, const uint8_t *p, Block *b) { (void)t, small_open(p, 0, 1, b); }
+// q5_1, 24 bytes:   | d f16 | m f16 | 32 fifth bits | 16 bytes of nibbles |
+static void q5_1_open(const Tensor *t, const uint8_t *p, Block *b) { (void)t, small_open(p, 1, 1, b); }
 
 // q8_0, 34 bytes:   | d f16 | 32 signed bytes |
 static void q8_0_open(const Tensor *t, const uint8_t *p, Block *b) {
@@ -475,34 +496,6 @@ static void bin8_open(const Tensor *t, const uint8_t *p, Block *b) {
     for (int k = 0; k < 32; k++) b->u[k] = p[k] ^ 128;
 }
 
-// q4_0, 18 bytes:   | d f16 | 16 bytes of nibbles |
-static void q4_0_open(const Tensor *t, const uint8_t *p, Block *b) {
-    (void)t;
-    b->s[0] = f16_at(p);
-    nibbles_c(p + 2, b->u);
-}
-
-// q4_1, 20 bytes:   | d f16 | m f16 | 16 bytes of nibbles |
-static void q4_1_open(const Tensor *t, const uint8_t *p, Block *b) {
-    (void)t;
-    b->s[0] = f16_at(p), b->m[0] = f16_at(p + 2);
-    nibbles_c(p + 4, b->u);
-}
-
-// q5_0, 22 bytes:   | d f16 | 32 fifth bits | 16 bytes of nibbles |
-static void q5_0_open(const Tensor *t, const uint8_t *p, Block *b) {
-    (void)t;
-    b->s[0] = f16_at(p);
-    nibbles_c(p + 6, b->u), fifth_bits_c(p + 2, b->u);
-}
-
-// q5_1, 24 bytes:   | d f16 | m f16 | 32 fifth bits | 16 bytes of nibbles |
-static void q5_1_open(const Tensor *t, const uint8_t *p, Block *b) {
-    (void)t;
-    b->s[0] = f16_at(p), b->m[0] = f16_at(p + 2);
-    nibbles_c(p + 8, b->u), fifth_bits_c(p + 4, b->u);
-}
-
 // The 12 bytes of q4_K and q5_K: a scale and a minimum of 6 bits for each of 8 sub-blocks.
 // bytes 0-3  | sc[4..7] bits 5-4 | sc[0..3]           |
 // bytes 4-7  | mn[4..7] bits 5-4 | mn[0..3]           |
@@ -516,29 +509,22 @@ static void k_scales(const uint8_t *p, uint64_t *sc, uint64_t *mn) {
     *mn = (b & 0x3F3F3F3F) | (uint64_t)mn_high << 32;
 }
 
-// q4_K, 144 bytes:  | d f16 | dmin f16 | 12 bytes of scales | 4 x 32 bytes: low nibbles, then high |
-static void q4_K_open(const Tensor *t, const uint8_t *p, Block *b) {
-    (void)t;
+static void k_open(const uint8_t *p, bool fifth, Block *b) {
+    const uint8_t *bits = p + 16, *nibbles = fifth ? p + 48 : p + 16;
     uint64_t sc, mn;
     k_scales(p + 4, &sc, &mn);
-    for (int i = 0; i < 8; i++) {
-        b->s[i] = f16_at(p) * (float)(sc >> 8 * i & 63), b->m[i] = -(f16_at(p + 2) * (float)(mn >> 8 * i & 63));
-        for (int k = 0; k < 32; k++) b->u[32 * i + k] = p[16 + i / 2 * 32 + k] >> i % 2 * 4 & 15;
+    for (int e = 0; e < 256; e++) {
+        int i = e / 32, k = e % 32, high = fifth ? bits[k] >> i & 1 : 0;
+        b->u[e] = (uint8_t)((nibbles[i / 2 * 32 + k] >> i % 2 * 4 & 15) | high << 4);
+        b->s[i] = f16_at(p) * (float)(sc >> 8 * i & 63);
+        b->m[i] = -(f16_at(p + 2) * (float)(mn >> 8 * i & 63));
     }
 }
 
-// q5_K, 176 bytes:  as q4_K with 32 bytes of fifth bits before the nibbles: bit i of byte k, sub-block i
-static void q5_K_open(const Tensor *t, const uint8_t *p, Block *b) {
-    (void)t;
-    uint64_t sc, mn;
-    k_scales(p + 4, &sc, &mn);
-    for (int i = 0; i < 8; i++) {
-        b->s[i] = f16_at(p) * (float)(sc >> 8 * i & 63), b->m[i] = -(f16_at(p + 2) * (float)(mn >> 8 * i & 63));
-        for (int k = 0; k < 32; k++)
-            b->u[32 * i + k] =
-                (uint8_t)((p[48 + i / 2 * 32 + k] >> i % 2 * 4 & 15) | (p[16 + k] >> i & 1) << 4);
-    }
-}
+// q4_K, 144 bytes:  | d f16 | dmin f16 | 12 bytes of scales | 4 x 32 bytes: low nibbles, then high |
+static void q4_K_open(const Tensor *t, const uint8_t *p, Block *b) { (void)t, k_open(p, 0, b); }
+// q5_K, 176 bytes:  with 32 bytes of fifth bits before the nibbles: bit i of byte k for sub-block i
+static void q5_K_open(const Tensor *t, const uint8_t *p, Block *b) { (void)t, k_open(p, 1, b); }
 
 // q6_K, 210 bytes:  | 2 x 64 low nibbles | 2 x 32 upper bit pairs | 16 signed scales | d f16 |
 // In each half of 128: four blocks of 32; nibbles of block i in bytes 32 * (i % 2) ..., low for i < 2.
@@ -547,35 +533,32 @@ static void q6_K_open(const Tensor *t, const uint8_t *p, Block *b) {
     for (int i = 0; i < 16; i++) b->s[i] = f16_at(p + 208) * (float)(int8_t)p[192 + i];
     for (int e = 0; e < 256; e++) {
         int h = e / 128, i = e % 128 / 32, k = e % 32;
-        int low = p[64 * h + i % 2 * 32 + k] >> i / 2 * 4 & 15, high = p[128 + 32 * h + k] >> 2 * i & 3;
+        int low = p[64 * h + i % 2 * 32 + k] >> i / 2 * 4 & 15;
+        int high = p[128 + 32 * h + k] >> 2 * i & 3;
         b->u[e] = (uint8_t)(low | high << 4);
     }
 }
 
-/* The list of quantised formats. To add a weight format: write NAME_open() above (its plain C loader),
- * NAME_quad() below (its vector loader; and a scale loader, if none there fits), and add a line here.
- * Everything else is generated. name, GGUF type, weights and bytes a block, offset of the integers,
- * scales in 32 weights, 1 if there is a minimum, vector loader of the scales. */
-#define QUANTISED(X)                                    \
-    X(q8_0, 8, 32, 34, 128, 1, 0, scales_d)             \
-    X(bin8, 1001, 32, 32, 128, 1, 0, scales_bin8)       \
-    X(q4_0, 2, 32, 18, 8, 1, 0, scales_d)               \
-    X(q4_1, 3, 32, 20, 0, 1, 1, scales_dm)              \
-    X(q5_0, 6, 32, 22, 16, 1, 0, scales_d)              \
-    X(q5_1, 7, 32, 24, 0, 1, 1, scales_dm)              \
-    X(q4_K, 12, 256, 144, 0, 1, 1, scales_k)            \
-    X(q5_K, 13, 256, 176, 0, 1, 1, scales_k)            \
+/* To add a weight format: write NAME_open() above, its plain C loader; NAME_quad() below, its vector
+ * loader (and one for its scales, if none there fits); and a line here. The rest follows from the line:
+ * name, GGUF type, weights and bytes a block, offset, scales for 32 weights, minimum, scale loader. */
+#define QUANTISED(X)                           \
+    X(q8_0, 8, 32, 34, 128, 1, 0, scales_d)    \
+    X(bin8, 1001, 32, 32, 128, 1, 0, scales_bin8) \
+    X(q4_0, 2, 32, 18, 8, 1, 0, scales_d)      \
+    X(q4_1, 3, 32, 20, 0, 1, 1, scales_dm)     \
+    X(q5_0, 6, 32, 22, 16, 1, 0, scales_d)     \
+    X(q5_1, 7, 32, 24, 0, 1, 1, scales_dm)     \
+    X(q4_K, 12, 256, 144, 0, 1, 1, scales_k)   \
+    X(q5_K, 13, 256, 176, 0, 1, 1, scales_k)   \
     X(q6_K, 14, 256, 210, 32, 2, 0, scales_q6_K)
-
-// Float formats: name, GGUF type, bytes, the value at p. bin is version 2 with groups that cross rows;
-// it has no kernels of its own: rows are expanded first.
-#define FLOATS(X)                                       \
-    X(f32, 0, 4, f32_at(p))                             \
-    X(f16, 1, 2, f16_at(p))                             \
+// Float formats: name, GGUF type, bytes, the value at p. bin is version 2 whose groups cross rows: it has
+// no dot of its own, its rows are always expanded first.
+#define FLOATS(X)                              \
+    X(f32, 0, 4, f32_at(p))                    \
+    X(f16, 1, 2, f16_at(p))                    \
     X(bf16, 30, 2, bf16_to_f32(u16_at(p)))
-#define FLOATS_AND_BIN(X)                               \
-    FLOATS(X)                                           \
-    X(bin, 1000, 1, (float)(int8_t)*p * bin8_scale(t, p))
+#define FLOATS_AND_BIN(X) FLOATS(X) X(bin, 1000, 1, (float)(int8_t)*p * bin8_scale(t, p))
 
 enum { // the order of formats[]
 #define X(name, ...) F_##name,
@@ -585,19 +568,21 @@ enum { // the order of formats[]
 };
 
 // ---- one weight as a number
-#define X(name, id, size, value)                                                                     \
-    static void name##_expand(const Tensor *t, int64_t row, int64_t k, int n, float *out) {          \
-        const uint8_t *p = t->data + (size_t)row * t->stride + (size_t)k * (size);                   \
-        (void)t;                                                                                     \
-        for (int i = 0; i < n; i++, p += (size)) out[i] = value;                                     \
+static const uint8_t *weight_at(const Tensor *t, int64_t row, int64_t k, int block, int bytes) {
+    return t->data + (size_t)row * t->stride + (size_t)(k / block * bytes);
+}
+
+#define X(name, id, bytes, value)                                           \
+    static EXPAND(name##_expand) {                                          \
+        const uint8_t *p = weight_at(t, row, k, 1, bytes);                  \
+        for (int i = 0; i < n; i++, p += (bytes)) out[i] = value;           \
     }
 FLOATS_AND_BIN(X)
 #undef X
 
-// k and n multiples of the block. The minimum is added to the rounded product: two roundings.
-static void quantised_expand(const Tensor *t, int64_t row, int64_t k, int n, float *out) {
+static EXPAND(quantised_expand) { // the minimum is added to the rounded product: two roundings
     const Format *f = t->format;
-    const uint8_t *p = t->data + (size_t)row * t->stride + (size_t)(k / f->block * f->bytes);
+    const uint8_t *p = weight_at(t, row, k, f->block, f->bytes);
     Block b;
     for (int i = 0; i < n; i += f->block, p += f->bytes) {
         f->open(t, p, &b);
@@ -608,9 +593,7 @@ static void quantised_expand(const Tensor *t, int64_t row, int64_t k, int n, flo
     }
 }
 
-// ---- the products in plain C: the definition
-enum { LANES = 8, FLOAT_BLOCK = 2048, COLUMNS_C = 16 };
-
+// ---- the products in plain C
 static float lanes_fold(const float *l) {
     return ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
 }
@@ -622,35 +605,33 @@ static int32_t block_sum(const uint8_t *u, int offset, const int16_t *q, int hal
     return s;
 }
 
-static void quantised_row_c(const Tensor *t, const uint8_t *p, const Acts *x, int first, int n,
-                            float lanes[COLUMNS_C][LANES]) {
+static void block_step_c(const Format *f, const Block *b, int i, const Acts *x, int column, int64_t j,
+                         float *lane) { // block j of the row is number i of b
+    const int16_t *q = x->q + column * x->ldq + 32 * j;
+    const int32_t *sum = x->sum + 2 * column * x->ldb + j;
+    float dx = x->dx[column * x->ldb + j];
+    for (int h = 0; h < f->scales; h++) {
+        int32_t s = block_sum(b->u + 32 * i, f->offset, q, h, 32 / f->scales);
+        *lane = fmaf(dx * b->s[i * f->scales + h], (float)s, *lane);
+    }
+    if (f->minimum) *lane = fmaf(dx * b->m[i], (float)(sum[0] + sum[x->ldb]), *lane);
+}
+
+static DOT(quantised_dot_c) {
     const Format *f = t->format;
     Block b;
-    for (int64_t j = 0; j < t->cols / 32; j++) { // block of 32 weights
-        int i = (int)(j % (f->block / 32));
-        if (i == 0) f->open(t, p, &b), p += f->bytes;
-        for (int c = 0; c < n; c++) {
-            const int16_t *q = x->q + (first + c) * x->ldq + 32 * j;
-            const int32_t *sum = x->sum + (first + c) * 2 * x->ldb + j;
-            float dx = x->dx[(first + c) * x->ldb + j], *l = &lanes[c][j % LANES];
-            for (int h = 0; h < f->scales; h++) {
-                int32_t s = block_sum(b.u + 32 * i, f->offset, q, h, 32 / f->scales);
-                *l = fmaf(dx * b.s[i * f->scales + h], (float)s, *l);
-            }
-            if (f->minimum) *l = fmaf(dx * b.m[i], (float)(sum[0] + sum[x->ldb]), *l);
-        }
-    }
-}
-
-static void quantised_dot_c(DOT_PARAMETERS) {
     for (int r = 0; r < 4; r++) {
-        float lanes[COLUMNS_C][LANES] = {{0}};
-        quantised_row_c(t, t->data + (size_t)row[r] * t->stride, x, first, n, lanes);
-        for (int c = 0; c < n; c++) y[(first + c) * ldy + row[r]] = lanes_fold(lanes[c]);
+        float l[COLUMNS][LANES] = {{0}};
+        for (int64_t j = 0; j < t->cols / 32; j++) {
+            int i = (int)(j % (f->block / 32));
+            if (i == 0) f->open(t, weight_at(t, row[r], 32 * j, f->block, f->bytes), &b);
+            for (int c = 0; c < n; c++) block_step_c(f, &b, i, x, first + c, j, &l[c][j % LANES]);
+        }
+        for (int c = 0; c < n; c++) y[(first + c) * ldy + row[r]] = lanes_fold(l[c]);
     }
 }
 
-static void float_dot_c(DOT_PARAMETERS) {
+static DOT(float_dot_c) {
     float w[FLOAT_BLOCK];
     for (int r = 0; r < 4; r++)
         for (int64_t k = 0; k < t->cols; k += FLOAT_BLOCK) {
@@ -665,8 +646,9 @@ static void float_dot_c(DOT_PARAMETERS) {
         }
 }
 
-// Sixteen-bit activations of one row. NaN and infinity make a NaN of the scale, hence of every result.
-static void quantise_c(const float *x, int64_t blocks, int16_t *q, float *dx, int32_t *sum, int64_t ldb) {
+// 16-bit activations of a row; q: a block's even-numbered values, then its odd. NaN or infinity make the
+// scale NaN, and with it every result.
+static QUANTISE(quantise_c) {
     for (int64_t j = 0; j < blocks; j++, x += 32, q += 32) {
         float a = 0;
         bool finite = true;
@@ -683,11 +665,11 @@ static void quantise_c(const float *x, int64_t blocks, int16_t *q, float *dx, in
 }
 
 #ifdef HAVE_X86
-// ---- AVX2. Vector code is compiled for its instruction set whatever the command line says; isa_best()
-// looks before anything is called. Loaders open four blocks of 32 weights at a time, as 32 bytes each.
-#define AVX2_TARGET target("avx2,fma,f16c")
-#define AVX2 static inline __attribute__((always_inline, AVX2_TARGET))
-#define AVX2_CALL static __attribute__((noinline, AVX2_TARGET))
+// ---- AVX2: loaders. Vector code is compiled for its instruction set whatever the command line says;
+// isa_best() looks before any of it runs. A quad is four blocks of 32 weights, as 32 bytes each.
+#define AVX2_TARGET __attribute__((target("avx2,fma,f16c")))
+#define AVX2 AVX2_TARGET __attribute__((always_inline)) static inline
+#define AVX2_CALL AVX2_TARGET __attribute__((noinline)) static
 #ifdef __clang__
 #define UNROLL _Pragma("unroll")
 #define KEEP(v) (void)(v)
@@ -697,6 +679,7 @@ static void quantise_c(const float *x, int64_t blocks, int16_t *q, float *dx, in
 #endif
 
 AVX2 __m256i load32(const void *p) { return _mm256_loadu_si256(p); }
+AVX2 __m256i or32(__m256i a, __m256i b) { return _mm256_or_si256(a, b); }
 AVX2 __m256i low4(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 AVX2 __m256i high4(__m256i v) { return low4(_mm256_srli_epi16(v, 4)); }
 AVX2 __m256i flip(__m256i v) { return _mm256_xor_si256(v, _mm256_set1_epi8(-128)); }
@@ -710,7 +693,8 @@ AVX2 __m256i nibbles(const uint8_t *q) { // the 16 bytes twice, the second time 
 AVX2 __m256i fifth_bits(const uint8_t *qh) { // byte k becomes 16 where bit k is set
     int32_t bits;
     memcpy(&bits, qh, 4);
-    const __m256i byte = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const int64_t ones = 0x0101010101010101;
+    const __m256i byte = _mm256_setr_epi64x(0, ones, 2 * ones, 3 * ones);
     const __m256i bit = _mm256_set1_epi64x((int64_t)0x8040201008040201);
     __m256i v = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(bits), byte), bit);
     return _mm256_and_si256(_mm256_cmpeq_epi8(v, bit), _mm256_set1_epi8(16));
@@ -729,8 +713,8 @@ QUAD_OF_BLOCKS(q8_0, 34, flip(load32(b + 2)))
 QUAD_OF_BLOCKS(bin8, 32, flip(load32(b)))
 QUAD_OF_BLOCKS(q4_0, 18, nibbles(b + 2))
 QUAD_OF_BLOCKS(q4_1, 20, nibbles(b + 4))
-QUAD_OF_BLOCKS(q5_0, 22, _mm256_or_si256(nibbles(b + 6), fifth_bits(b + 2)))
-QUAD_OF_BLOCKS(q5_1, 24, _mm256_or_si256(nibbles(b + 8), fifth_bits(b + 4)))
+QUAD_OF_BLOCKS(q5_0, 22, or32(nibbles(b + 6), fifth_bits(b + 2)))
+QUAD_OF_BLOCKS(q5_1, 24, or32(nibbles(b + 8), fifth_bits(b + 4)))
 
 AVX2 void q4_K_quad(const uint8_t *p, int n, int h, __m256i *u) {
     (void)n;
@@ -743,46 +727,46 @@ AVX2 void q5_K_quad(const uint8_t *p, int n, int h, __m256i *u) {
     __m256i high = load32(p + 16);
     high = h ? _mm256_srli_epi16(high, 4) : high; // this quad's bits: 3 to 0
     q4_K_quad(p + 32, n, h, u);
-    u[0] = _mm256_or_si256(u[0], _mm256_and_si256(_mm256_slli_epi16(high, 4), bit));
-    u[1] = _mm256_or_si256(u[1], _mm256_and_si256(_mm256_slli_epi16(high, 3), bit));
-    u[2] = _mm256_or_si256(u[2], _mm256_and_si256(_mm256_slli_epi16(high, 2), bit));
-    u[3] = _mm256_or_si256(u[3], _mm256_and_si256(_mm256_slli_epi16(high, 1), bit));
+    u[0] = or32(u[0], _mm256_and_si256(_mm256_slli_epi16(high, 4), bit));
+    u[1] = or32(u[1], _mm256_and_si256(_mm256_slli_epi16(high, 3), bit));
+    u[2] = or32(u[2], _mm256_and_si256(_mm256_slli_epi16(high, 2), bit));
+    u[3] = or32(u[3], _mm256_and_si256(_mm256_slli_epi16(high, 1), bit));
 }
 
 AVX2 void q6_K_quad(const uint8_t *p, int n, int h, __m256i *u) {
     (void)n;
     const __m256i pair = _mm256_set1_epi8(0x30);
     __m256i a = load32(p + 64 * h), b = load32(p + 64 * h + 32), high = load32(p + 128 + 32 * h);
-    u[0] = _mm256_or_si256(low4(a), _mm256_and_si256(_mm256_slli_epi16(high, 4), pair));
-    u[1] = _mm256_or_si256(low4(b), _mm256_and_si256(_mm256_slli_epi16(high, 2), pair));
-    u[2] = _mm256_or_si256(high4(a), _mm256_and_si256(high, pair));
-    u[3] = _mm256_or_si256(high4(b), _mm256_and_si256(_mm256_srli_epi16(high, 2), pair));
+    u[0] = or32(low4(a), _mm256_and_si256(_mm256_slli_epi16(high, 4), pair));
+    u[1] = or32(low4(b), _mm256_and_si256(_mm256_slli_epi16(high, 2), pair));
+    u[2] = or32(high4(a), _mm256_and_si256(high, pair));
+    u[3] = or32(high4(b), _mm256_and_si256(_mm256_srli_epi16(high, 2), pair));
 }
 
-// Scales of the 8 blocks at p: s[0] (s[0], s[1] where 32 weights have two), m
-typedef struct { __m256 s[2], m; } Scales;
+// Eight blocks of a row, opened: their bytes; scales s[0] (two where 32 weights have two) and minima
+struct Group { __m256i u[8]; __m256 s[2], m; };
 
 AVX2 __m256 f16_each(const uint8_t *p, int bytes, int n) { // an f16 from each of 8 blocks
     uint16_t h[8];
     UNROLL for (int i = 0; i < 8; i++) memcpy(h + i, p + bytes * MIN(i, n - 1), 2);
-    return _mm256_cvtph_ps(_mm_setr_epi16((short)h[0], (short)h[1], (short)h[2], (short)h[3], (short)h[4],
-                                          (short)h[5], (short)h[6], (short)h[7]));
+    return _mm256_cvtph_ps(_mm_setr_epi16((int16_t)h[0], (int16_t)h[1], (int16_t)h[2], (int16_t)h[3],
+                                          (int16_t)h[4], (int16_t)h[5], (int16_t)h[6], (int16_t)h[7]));
 }
 
-AVX2 void scales_d(const Tensor *t, const uint8_t *p, int bytes, int n, Scales *s) {
+AVX2 void scales_d(const Tensor *t, const uint8_t *p, int bytes, int n, Group *g) {
     (void)t;
-    s->s[0] = f16_each(p, bytes, n);
+    g->s[0] = f16_each(p, bytes, n);
 }
 
-AVX2 void scales_dm(const Tensor *t, const uint8_t *p, int bytes, int n, Scales *s) {
+AVX2 void scales_dm(const Tensor *t, const uint8_t *p, int bytes, int n, Group *g) {
     (void)t;
-    s->s[0] = f16_each(p, bytes, n), s->m = f16_each(p + 2, bytes, n);
+    g->s[0] = f16_each(p, bytes, n), g->m = f16_each(p + 2, bytes, n);
 }
 
-AVX2 void scales_bin8(const Tensor *t, const uint8_t *p, int bytes, int n, Scales *s) {
+AVX2 void scales_bin8(const Tensor *t, const uint8_t *p, int bytes, int n, Group *g) {
     float d[8];
     UNROLL for (int i = 0; i < 8; i++) d[i] = bin8_scale(t, p + bytes * MIN(i, n - 1));
-    s->s[0] = _mm256_setr_ps(d[0], d[1], d[2], d[3], d[4], d[5], d[6], d[7]);
+    g->s[0] = _mm256_setr_ps(d[0], d[1], d[2], d[3], d[4], d[5], d[6], d[7]);
 }
 
 AVX2 __m256 f16_all(const uint8_t *p) { return _mm256_cvtph_ps(_mm_set1_epi16((short)u16_at(p))); }
@@ -791,119 +775,143 @@ AVX2 __m256 f32_of_bytes(uint64_t bytes) { // eight of them, unsigned
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)bytes)));
 }
 
-AVX2 void scales_k(const Tensor *t, const uint8_t *p, int bytes, int n, Scales *s) {
+AVX2 void scales_k(const Tensor *t, const uint8_t *p, int bytes, int n, Group *g) {
     (void)t, (void)bytes, (void)n;
     uint64_t sc, mn;
     k_scales(p + 4, &sc, &mn);
-    s->s[0] = _mm256_mul_ps(f16_all(p), f32_of_bytes(sc));
-    s->m = _mm256_xor_ps(_mm256_mul_ps(f16_all(p + 2), f32_of_bytes(mn)), _mm256_set1_ps(-0.0f));
+    g->s[0] = _mm256_mul_ps(f16_all(p), f32_of_bytes(sc));
+    __m256 m = _mm256_mul_ps(f16_all(p + 2), f32_of_bytes(mn));
+    g->m = _mm256_xor_ps(m, _mm256_set1_ps(-0.0f));
 }
 
-AVX2 void scales_q6_K(const Tensor *t, const uint8_t *p, int bytes, int n, Scales *s) {
+AVX2 void scales_q6_K(const Tensor *t, const uint8_t *p, int bytes, int n, Group *g) {
     (void)t, (void)bytes, (void)n;
     __m128i sc = _mm_loadu_si128((const __m128i *)(p + 192)); // even bytes: first halves
     __m256i first = _mm256_cvtepi16_epi32(_mm_srai_epi16(_mm_slli_epi16(sc, 8), 8));
     __m256i second = _mm256_cvtepi16_epi32(_mm_srai_epi16(sc, 8));
-    s->s[0] = _mm256_mul_ps(f16_all(p + 208), _mm256_cvtepi32_ps(first));
-    s->s[1] = _mm256_mul_ps(f16_all(p + 208), _mm256_cvtepi32_ps(second));
+    g->s[0] = _mm256_mul_ps(f16_all(p + 208), _mm256_cvtepi32_ps(first));
+    g->s[1] = _mm256_mul_ps(f16_all(p + 208), _mm256_cvtepi32_ps(second));
 }
 
-// f is a constant everywhere below, so that of these switches one case remains
-AVX2 void quad(int f, const uint8_t *p, int n, int h, __m256i *u) {
+// Opens n of the eight blocks at p. f is a constant wherever this is inlined: one case remains. A missing
+// block gets scales of -0; with activations of 0 its step adds -0, which changes no lane, not even -0.
+AVX2 void group_open(int f, const Tensor *t, const uint8_t *p, int n, Group *g) {
+    g->s[1] = g->m = _mm256_setzero_ps();
     switch (f) {
-#define X(name, ...) case F_##name: name##_quad(p, n, h, u); break;
+#define X(name, id, block, bytes, offset, per32, minimum, load)                    \
+    case F_##name:                                                                 \
+        name##_quad(p, n, 0, g->u), name##_quad(p, n, 1, g->u + 4);                \
+        load(t, p, bytes, n, g);                                                   \
+        break;
         QUANTISED(X)
 #undef X
     }
-}
-
-AVX2 void scales(int f, const Tensor *t, const uint8_t *p, int n, Scales *s) {
-    switch (f) {
-#define X(name, id, block, bytes, offset, per32, minimum, load) \
-    case F_##name: load(t, p, bytes, n, s); break;
-        QUANTISED(X)
-#undef X
-    }
-    if (n < 8) { // a missing block adds -0 * 0 to its lane, which changes nothing, not even -0
-        const __m256 none = _mm256_set1_ps(-0.0f);
-        __m256i i = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    if (n < 8) {
+        const __m256i i = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
         __m256 missing = _mm256_castsi256_ps(_mm256_cmpgt_epi32(i, _mm256_set1_epi32(n - 1)));
-        s->s[0] = _mm256_blendv_ps(s->s[0], none, missing);
-        s->m = _mm256_blendv_ps(s->m, none, missing);
+        g->s[0] = _mm256_blendv_ps(g->s[0], _mm256_set1_ps(-0.0f), missing);
+        g->m = _mm256_blendv_ps(g->m, _mm256_set1_ps(-0.0f), missing);
     }
 }
 
+#define X(name, id, block, ...)                                                    \
+    AVX2_CALL void name##_group(const Tensor *t, const uint8_t *p, int n, Group *g) { \
+        if (block == 256 || n == 8) group_open(F_##name, t, p, 8, g);              \
+        else group_open(F_##name, t, p, n, g);                                     \
+    }
+QUANTISED(X)
+#undef X
+
+// ---- AVX2: dots, straight from the file
 AVX2 float lanes_fold_avx2(__m256 l) {
     __m128 a = _mm_add_ps(_mm256_castps256_ps128(l), _mm256_extractf128_ps(l, 1));
     a = _mm_add_ps(a, _mm_movehl_ps(a, a));
     return _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)));
 }
 
-typedef struct { int block, bytes, offset, scales, minimum; } Traits;
+typedef struct { int offset, scales, minimum; } Traits;
 
-// Eight blocks of one row against `cols` columns: lane i of acc[c] takes its step for block i
-AVX2 void group_avx2(int f, Traits d, int cols, const Tensor *t, const uint8_t *p, int n, const Acts *x,
-                     int64_t column, int64_t j, __m256 *acc) {
-    const __m256i even_byte = _mm256_set1_epi16(255);
-    __m256i s[2][4];
-    UNROLL for (int h = 0; h < 2; h++) {
-        __m256i u[4], e[4], o[4], v[4];
-        quad(f, p, n, h, u);
-        UNROLL for (int i = 0; i < 4; i++)
-            e[i] = _mm256_and_si256(u[i], even_byte), o[i] = _mm256_srli_epi16(u[i], 8);
-        UNROLL for (int c = 0; c < cols; c++) {
-            const int16_t *q = x->q + (column + c) * x->ldq + 32 * (j + 4 * h);
-            UNROLL for (int i = 0; i < 4; i++)
-                v[i] = _mm256_add_epi32(_mm256_madd_epi16(e[i], load32(q + 32 * i)),
-                                        _mm256_madd_epi16(o[i], load32(q + 32 * i + 16)));
-            s[h][c] = _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
-        }
+// Sums of four blocks: eight lanes of products each, folded to two (first half, second half) a block
+AVX2 __m256i quad_sums(const __m256i *u, const int16_t *q) {
+    __m256i v[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+        __m256i even = _mm256_and_si256(u[i], _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(u[i], 8);
+        v[i] = _mm256_add_epi32(_mm256_madd_epi16(even, load32(q + 32 * i)),
+                                _mm256_madd_epi16(odd, load32(q + 32 * i + 16)));
     }
-    Scales k;
-    k.m = _mm256_setzero_ps();
-    scales(f, t, p, n, &k);
+    return _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
+}
+
+// Eight blocks of a row, j ... j + 7, times one column: lane i takes its steps for block j + i
+AVX2 __m256 group_step(Traits d, const Group *g, const Acts *x, int64_t column, int64_t j, __m256 l) {
+    const int16_t *q = x->q + column * x->ldq + 32 * j;
+    const int32_t *sum = x->sum + 2 * column * x->ldb + j;
+    const __m256 dx = _mm256_loadu_ps(x->dx + column * x->ldb + j);
     const __m256i offset = _mm256_set1_epi32(d.offset);
-    UNROLL for (int c = 0; c < cols; c++) {
-        const int32_t *sum = x->sum + (column + c) * 2 * x->ldb + j;
-        __m256 dx = _mm256_loadu_ps(x->dx + (column + c) * x->ldb + j), l = acc[c];
-        __m256i s0 = _mm256_permute2x128_si256(s[0][c], s[1][c], 0x20), x0 = load32(sum);
-        __m256i s1 = _mm256_permute2x128_si256(s[0][c], s[1][c], 0x31), x1 = load32(sum + x->ldb);
-        if (d.scales == 1) s0 = _mm256_add_epi32(s0, s1), x0 = _mm256_add_epi32(x0, x1);
-        if (d.offset) s0 = _mm256_sub_epi32(s0, _mm256_mullo_epi32(x0, offset));
-        l = _mm256_fmadd_ps(_mm256_mul_ps(dx, k.s[0]), _mm256_cvtepi32_ps(s0), l);
-        if (d.scales == 2) {
-            s1 = _mm256_sub_epi32(s1, _mm256_mullo_epi32(x1, offset));
-            l = _mm256_fmadd_ps(_mm256_mul_ps(dx, k.s[1]), _mm256_cvtepi32_ps(s1), l);
-        }
-        if (d.minimum) l = _mm256_fmadd_ps(_mm256_mul_ps(dx, k.m), _mm256_cvtepi32_ps(x0), l);
-        acc[c] = l;
+    __m256i a = quad_sums(g->u, q), b = quad_sums(g->u + 4, q + 128);
+    __m256i s0 = _mm256_permute2x128_si256(a, b, 0x20), x0 = load32(sum);
+    __m256i s1 = _mm256_permute2x128_si256(a, b, 0x31), x1 = load32(sum + x->ldb);
+    if (d.scales == 1) s0 = _mm256_add_epi32(s0, s1), x0 = _mm256_add_epi32(x0, x1);
+    if (d.offset) s0 = _mm256_sub_epi32(s0, _mm256_mullo_epi32(x0, offset));
+    l = _mm256_fmadd_ps(_mm256_mul_ps(dx, g->s[0]), _mm256_cvtepi32_ps(s0), l);
+    if (d.scales == 2) {
+        s1 = _mm256_sub_epi32(s1, _mm256_mullo_epi32(x1, offset));
+        l = _mm256_fmadd_ps(_mm256_mul_ps(dx, g->s[1]), _mm256_cvtepi32_ps(s1), l);
     }
+    if (d.minimum) l = _mm256_fmadd_ps(_mm256_mul_ps(dx, g->m), _mm256_cvtepi32_ps(x0), l);
+    return l;
 }
 
-enum { PREFETCH = 1024 }; // bytes ahead in each of the four streams
-
-AVX2 void quantised_dot_avx2(int f, Traits d, int cols, const Tensor *t, const int64_t *row, const Acts *x,
-                             int first, float *y, int64_t ldy) {
-    const uint8_t *p[4];
-    __m256 acc[4][4];
-    const int bytes = d.bytes * 256 / d.block;
-    for (int r = 0; r < 4; r++) {
-        p[r] = t->data + (size_t)row[r] * t->stride;
-        for (int c = 0; c < cols; c++) acc[r][c] = _mm256_setzero_ps();
-    }
-    int64_t blocks = t->cols / 32, j = 0;
-    for (; j + 8 <= blocks; j += 8)
-        for (int r = 0; r < 4; r++, p[r - 1] += bytes) {
-            UNROLL for (int i = 0; i < bytes; i += 64)
-                _mm_prefetch((const char *)p[r] + PREFETCH + i, _MM_HINT_T0);
-            group_avx2(f, d, cols, t, p[r], 8, x, first, j, acc[r]);
-        }
-    if (j < blocks && d.block == 32)
-        for (int r = 0; r < 4; r++)
-            group_avx2(f, d, cols, t, p[r], (int)(blocks - j), x, first, j, acc[r]);
-    for (int c = 0; c < cols; c++)
-        for (int r = 0; r < 4; r++) y[(first + c) * ldy + row[r]] = lanes_fold_avx2(acc[r][c]);
+AVX2 void prefetch(const uint8_t *p, int bytes) { // 1 KB ahead in each of four streams
+    UNROLL for (int i = 0; i < bytes; i += 64) _mm_prefetch((const char *)p + 1024 + i, _MM_HINT_T0);
 }
+
+// Several columns, any format; and the last blocks of a row: groups from block j on
+AVX2_CALL void groups_avx2(const Tensor *t, const int64_t *row, const Acts *x, int first, int n, int64_t j,
+                           float l[4][COLUMNS][LANES]) {
+    const Format *f = t->format;
+    const Traits d = {f->offset, f->scales, f->minimum};
+    Group g;
+    for (; j < t->cols / 32; j += 8)
+        for (int r = 0; r < 4; r++) {
+            const uint8_t *p = weight_at(t, row[r], 32 * j, f->block, f->bytes);
+            prefetch(p, f->bytes * 256 / f->block);
+            f->group(t, p, (int)MIN(8, t->cols / 32 - j), &g);
+            for (int c = 0; c < n; c++) {
+                __m256 step = group_step(d, &g, x, first + c, j, _mm256_loadu_ps(l[r][c]));
+                _mm256_storeu_ps(l[r][c], step);
+            }
+        }
+}
+
+AVX2 void quantised_dot_avx2(int f, int block, int bytes, Traits d, const Tensor *t, const int64_t *row,
+                             const Acts *x, int first, int n, float *y, int64_t ldy) {
+    float l[4][COLUMNS][LANES] = {{{0}}};
+    int64_t j = 0;
+    if (n == 1) {
+        const uint8_t *p[4];
+        for (int r = 0; r < 4; r++) p[r] = weight_at(t, row[r], 0, 1, 1);
+        for (; j + 8 <= t->cols / 32; j += 8)
+            for (int r = 0; r < 4; r++) {
+                Group g;
+                prefetch(p[r], bytes * 256 / block);
+                group_open(f, t, p[r], 8, &g);
+                _mm256_storeu_ps(l[r][0], group_step(d, &g, x, first, j, _mm256_loadu_ps(l[r][0])));
+                p[r] += bytes * 256 / block;
+            }
+    }
+    if (j < t->cols / 32) groups_avx2(t, row, x, first, n, j, l);
+    for (int c = 0; c < n; c++)
+        for (int r = 0; r < 4; r++) y[(first + c) * ldy + row[r]] = lanes_fold(l[r][c]);
+}
+
+#define X(name, id, block, bytes, offset, scales, minimum, load)                                   \
+    AVX2_CALL DOT(name##_dot) {                                                                    \
+        const Traits d = {offset, scales, minimum};                                                \
+        quantised_dot_avx2(F_##name, block, bytes, d, t, row, x, first, n, y, ldy);                \
+    }
+QUANTISED(X)
+#undef X
 
 AVX2 __m256 float8(int f, const uint8_t *p) {
     if (f == F_f32) return _mm256_loadu_ps((const float *)p);
@@ -912,165 +920,166 @@ AVX2 __m256 float8(int f, const uint8_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
 }
 
-// One block of up to 2,048 weights of four rows from k on, folded and added to total[r][c]
-AVX2 void float_block_avx2(int f, int size, int cols, const Tensor *t, const int64_t *row, const float *x,
-                           int64_t ldx, int64_t k, int len, float total[4][4]) {
-    const uint8_t *p[4];
-    __m256 acc[4][4], v[4];
-    UNROLL for (int r = 0; r < 4; r++) {
-        p[r] = t->data + (size_t)row[r] * t->stride + (size_t)(size * k);
-        UNROLL for (int c = 0; c < cols; c++) acc[r][c] = _mm256_setzero_ps();
-    }
-    int i = 0;
-    for (; i + 8 <= len; i += 8) {
-        UNROLL for (int c = 0; c < cols; c++) v[c] = _mm256_loadu_ps(x + c * ldx + k + i);
+// Four rows times cols columns, eight weights a step, `step` bytes apart; l: eight lanes of each product
+AVX2 void float_steps(int f, int step, int cols, const uint8_t *const *w, int len, const float *x,
+                      int64_t ldx, __m256 l[4][3]) {
+    for (int i = 0; i < len / 8; i++) {
+        __m256 v[3];
+        UNROLL for (int c = 0; c < cols; c++) v[c] = _mm256_loadu_ps(x + c * ldx + 8 * i);
         UNROLL for (int r = 0; r < 4; r++) {
-            __m256 w = float8(f, p[r] + size * i);
-            UNROLL for (int c = 0; c < cols; c++) acc[r][c] = _mm256_fmadd_ps(w, v[c], acc[r][c]);
+            __m256 z = float8(f, w[r] + step * i);
+            UNROLL for (int c = 0; c < cols; c++) l[r][c] = _mm256_fmadd_ps(z, v[c], l[r][c]);
         }
+    }
+}
+
+// The same from the file, up to FLOAT_BLOCK weights, folded; the last len % 8 are padded with -0 and 0
+AVX2 void float_block(int f, int size, int cols, const Tensor *t, const int64_t *row, int64_t k, int len,
+                      const float *x, int64_t ldx, float *total) {
+    const uint8_t *w[4];
+    __m256 l[4][3];
+    UNROLL for (int r = 0; r < 4; r++) {
+        w[r] = weight_at(t, row[r], k, 1, size);
+        UNROLL for (int c = 0; c < cols; c++) l[r][c] = _mm256_setzero_ps();
+    }
+    float_steps(f, 8 * size, cols, w, len, x + k, ldx, l);
+    if (len % 8) {
+        float weights[4][8], v[3][8] = {{0}};
+        int64_t last = k + len / 8 * 8;
+        for (int r = 0; r < 4; r++) {
+            for (int i = 0; i < 8; i++) weights[r][i] = -0.0f;
+            t->format->expand(t, row[r], last, len % 8, weights[r]);
+            w[r] = (const uint8_t *)weights[r];
+        }
+        for (int c = 0; c < cols; c++) memcpy(v[c], x + c * ldx + last, (size_t)(len % 8) * 4);
+        float_steps(F_f32, 32, cols, w, 8, v[0], 8, l);
     }
     UNROLL for (int r = 0; r < 4; r++)
         UNROLL for (int c = 0; c < cols; c++) {
-            if (i < len) { // fewer than eight are left: lane by lane
-                float l[LANES], w[LANES];
-                _mm256_storeu_ps(l, acc[r][c]);
-                t->format->expand(t, row[r], k + i, len - i, w);
-                for (int z = 0; z < len - i; z++) l[z] = fmaf(w[z], x[c * ldx + k + i + z], l[z]);
-                acc[r][c] = _mm256_loadu_ps(l);
-            }
-            float sum = lanes_fold_avx2(acc[r][c]);
-            total[r][c] = k ? total[r][c] + sum : sum;
+            float sum = lanes_fold_avx2(l[r][c]);
+            float *out = total + r * COLUMNS + c;
+            *out = k ? *out + sum : sum;
         }
 }
 
-AVX2 void float_dot_avx2(int f, int size, int cols, const Tensor *t, const int64_t *row, const Acts *x,
-                         int first, float *y, int64_t ldy) {
-    float total[4][4];
+AVX2 void float_dot_avx2(int f, int size, const Tensor *t, const int64_t *row, const Acts *x, int first,
+                         int n, float *y, int64_t ldy) {
+    float total[4 * COLUMNS];
     for (int64_t k = 0; k < t->cols; k += FLOAT_BLOCK)
-        float_block_avx2(f, size, cols, t, row, x->x + first * x->ldx, x->ldx, k,
-                         (int)MIN(FLOAT_BLOCK, t->cols - k), total);
-    for (int c = 0; c < cols; c++)
-        for (int r = 0; r < 4; r++) y[(first + c) * ldy + row[r]] = total[r][c];
+        for (int c = 0; c < n; c += 3) {
+            const float *v = x->x + (first + c) * x->ldx;
+            float *out = total + c;
+            int len = (int)MIN(FLOAT_BLOCK, t->cols - k);
+            if (n - c >= 3) float_block(f, size, 3, t, row, k, len, v, x->ldx, out);
+            else if (n - c == 2) float_block(f, size, 2, t, row, k, len, v, x->ldx, out);
+            else float_block(f, size, 1, t, row, k, len, v, x->ldx, out);
+        }
+    for (int c = 0; c < n; c++)
+        for (int r = 0; r < 4; r++) y[(first + c) * ldy + row[r]] = total[r * COLUMNS + c];
 }
 
-#define X(name, id, size, value)                                              \
-    AVX2_CALL void name##_dot_avx2(DOT_PARAMETERS) {                          \
-        switch (n) {                                                          \
-        case 1: float_dot_avx2(F_##name, size, 1, t, row, x, first, y, ldy); break; \
-        case 2: float_dot_avx2(F_##name, size, 2, t, row, x, first, y, ldy); break; \
-        case 3: float_dot_avx2(F_##name, size, 3, t, row, x, first, y, ldy); break; \
-        default: float_dot_avx2(F_##name, size, 4, t, row, x, first, y, ldy); \
-        }                                                                     \
-    }
+#define X(name, id, size, value)                                                                   \
+    AVX2_CALL DOT(name##_dot) { float_dot_avx2(F_##name, size, t, row, x, first, n, y, ldy); }
 FLOATS(X)
 #undef X
-#define X(name, id, block, bytes, offset, scales, minimum, load)              \
-    AVX2_CALL void name##_dot_avx2(DOT_PARAMETERS) {                          \
-        const Traits d = {block, bytes, offset, scales, minimum};             \
-        switch (n) {                                                          \
-        case 1: quantised_dot_avx2(F_##name, d, 1, t, row, x, first, y, ldy); break; \
-        case 2: quantised_dot_avx2(F_##name, d, 2, t, row, x, first, y, ldy); break; \
-        case 3: quantised_dot_avx2(F_##name, d, 3, t, row, x, first, y, ldy); break; \
-        default: quantised_dot_avx2(F_##name, d, 4, t, row, x, first, y, ldy); \
-        }                                                                     \
-    }
-QUANTISED(X)
-#undef X
 
-AVX2_CALL void quantise_avx2(const float *x, int64_t blocks, int16_t *q, float *dx, int32_t *sum,
-                             int64_t ldb) {
-    const __m256i low = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), one = _mm256_set1_epi16(1);
+AVX2_CALL QUANTISE(quantise_avx2) {
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), one = _mm256_set1_epi16(1);
     for (int64_t j = 0; j < blocks; j++, x += 32, q += 32) {
-        __m256i v[4], m = _mm256_setzero_si256(); // as integers, |x| keep their order; NaN is above all
+        __m256 v[4];
+        __m256i m = _mm256_setzero_si256(); // |x| keep their order as integers; NaN is above all
         UNROLL for (int i = 0; i < 4; i++) {
-            v[i] = load32(x + 8 * i);
-            m = _mm256_max_epi32(m, _mm256_and_si256(v[i], _mm256_set1_epi32(0x7FFFFFFF)));
+            v[i] = _mm256_loadu_ps(x + 8 * i);
+            __m256i bits = _mm256_castps_si256(v[i]);
+            m = _mm256_max_epi32(m, _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF)));
         }
         __m128i z = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
         z = _mm_max_epi32(z, _mm_shuffle_epi32(z, 0x4E)), z = _mm_max_epi32(z, _mm_shuffle_epi32(z, 0xB1));
         float a = _mm_cvtss_f32(_mm_castsi128_ps(z));
-        bool finite = a < INFINITY, zero = !finite || a < 0x1p-100f;
-        dx[j] = !finite ? NAN : zero ? 0 : a / 32767;
-        if (zero) {
-            memset(q, 0, 64), sum[j] = sum[j + ldb] = 0;
+        if (!(a >= 0x1p-100f && a < INFINITY)) { // rare: the definition does it
+            quantise_c(x, 1, q, dx + j, sum + j, ldb);
             continue;
         }
+        dx[j] = a / 32767;
         __m256 r = _mm256_set1_ps(32767 / a);
-        UNROLL for (int i = 0; i < 4; i++)
-            v[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_castsi256_ps(v[i]), r));
-        __m256i half[2]; // even-numbered values, odd-numbered values
-        UNROLL for (int i = 0; i < 2; i++) {
-#define PICK(a, b, mask) _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), mask))
-            __m256i ab = i ? PICK(v[0], v[1], 0xDD) : PICK(v[0], v[1], 0x88);
-            __m256i cd = i ? PICK(v[2], v[3], 0xDD) : PICK(v[2], v[3], 0x88);
-#undef PICK
-            half[i] = _mm256_permutevar8x32_epi32(_mm256_packs_epi32(ab, cd), low);
-            _mm256_storeu_si256((__m256i *)(q + 16 * i), half[i]);
-        }
-        __m256i s = _mm256_add_epi32(_mm256_madd_epi16(half[0], one), _mm256_madd_epi16(half[1], one));
+        UNROLL for (int i = 0; i < 4; i++) // integers from here on, in float clothes for the shuffle
+            v[i] = _mm256_castsi256_ps(_mm256_cvtps_epi32(_mm256_mul_ps(v[i], r)));
+        __m256 e0 = _mm256_shuffle_ps(v[0], v[1], 0x88), e1 = _mm256_shuffle_ps(v[2], v[3], 0x88);
+        __m256 o0 = _mm256_shuffle_ps(v[0], v[1], 0xDD), o1 = _mm256_shuffle_ps(v[2], v[3], 0xDD);
+        __m256i even = _mm256_packs_epi32(_mm256_castps_si256(e0), _mm256_castps_si256(e1));
+        __m256i odd = _mm256_packs_epi32(_mm256_castps_si256(o0), _mm256_castps_si256(o1));
+        even = _mm256_permutevar8x32_epi32(even, order), odd = _mm256_permutevar8x32_epi32(odd, order);
+        _mm256_storeu_si256((__m256i *)q, even), _mm256_storeu_si256((__m256i *)(q + 16), odd);
+        __m256i s = _mm256_add_epi32(_mm256_madd_epi16(even, one), _mm256_madd_epi16(odd, one));
         s = _mm256_hadd_epi32(s, s), s = _mm256_hadd_epi32(s, s);
         sum[j] = _mm256_extract_epi32(s, 0), sum[j + ldb] = _mm256_extract_epi32(s, 4);
     }
 }
 
-// ---- AVX2, many columns. Floats: a panel is PANEL_ROWS rows of f32, a tile 4 rows x 3 columns of eight
-// lanes, part[column][row][lane].
-AVX2 void float_pack_avx2(int f, int size, const Tensor *t, int64_t row, int64_t k, int len, Panel *p) {
+// ---- AVX2: panels of floats. A tile is 4 rows x 3 columns; part[column][row][lane].
+AVX2 void float_pack_rows(int f, int size, const Tensor *t, int64_t row, int64_t k, int len, Panel *p) {
     for (int r = 0; r < PANEL_ROWS; r++) {
         const int64_t at = MIN(row + r, t->rows - 1);
-        const uint8_t *in = t->data + (size_t)at * t->stride + (size_t)(size * k);
+        const uint8_t *in = weight_at(t, at, k, 1, size);
         for (int i = 0; i < len; i += 8) {
             float *out = p->w[r / 2][i / 8][r % 2];
-            if (size && i + 8 <= len) _mm256_storeu_ps(out, float8(f, in + size * i));
-            else { // the end of a row; and bin, which has no vector loader
-                for (int z = 0; z < 8; z++) out[z] = -0.0f; // times 0 this is -0, which changes no lane
+            if (f != F_bin && i + 8 <= len) _mm256_storeu_ps(out, float8(f, in + size * i));
+            else { // the end of a row, padded with -0: times 0 it changes no lane
+                for (int z = 0; z < 8; z++) out[z] = -0.0f;
                 t->format->expand(t, at, k + i, MIN(8, len - i), out);
             }
         }
     }
 }
 
-// One step of a tile: eight weights of each row at w times eight activations of each column
-AVX2 void float_step_avx2(int cols, const float *w, const __m256 *v, __m256 l[4][3]) {
+AVX2_CALL PACK(float_pack_avx2) {
+    switch (t->format->id) {
+#define X(name, id, size, value) case id: float_pack_rows(F_##name, size, t, row, k, len, p); break;
+        FLOATS_AND_BIN(X)
+#undef X
+    }
+}
+
+// The tail of a row of x, so that no stranger's NaN is multiplied by 0
+static void rest_copy(int cols, const float *x, int64_t ldx, int len, float *rest) {
+    for (int c = 0; c < cols; c++)
+        for (int i = 0; i < 8; i++) rest[8 * c + i] = i < len % 8 ? x[c * ldx + len / 8 * 8 + i] : 0;
+}
+
+AVX2 void float_tile(int cols, const Panel *p, int row, int len, const float *x, int64_t ldx, float *acc) {
+    const uint8_t *w[4];
+    __m256 l[4][3];
     UNROLL for (int r = 0; r < 4; r++) {
-        __m256 z = _mm256_loadu_ps(w + r / 2 * PANEL_K * 2 + r % 2 * 8);
-        UNROLL for (int c = 0; c < cols; c++) l[r][c] = _mm256_fmadd_ps(z, v[c], l[r][c]);
+        w[r] = (const uint8_t *)p->w[(row + r) / 2][0][r % 2];
+        UNROLL for (int c = 0; c < cols; c++)
+            l[r][c] = _mm256_loadu_ps(acc + (c * PANEL_ROWS + r) * LANES);
     }
-}
-
-AVX2 void float_tile_avx2(int cols, const float *w, int len, const float *x, int64_t ldx, float *acc) {
-    const __m256i i8 = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    __m256 l[4][3], v[3];
-    UNROLL for (int r = 0; r < 4; r++)
-        UNROLL for (int c = 0; c < cols; c++) l[r][c] = _mm256_loadu_ps(acc + (c * PANEL_ROWS + r) * LANES);
-    for (; len >= 8; len -= 8, x += 8, w += 16) {
-        UNROLL for (int c = 0; c < cols; c++) v[c] = _mm256_loadu_ps(x + c * ldx);
-        float_step_avx2(cols, w, v, l);
-    }
-    if (len) {
-        const __m256i there = _mm256_cmpgt_epi32(_mm256_set1_epi32(len), i8);
-        UNROLL for (int c = 0; c < cols; c++) v[c] = _mm256_maskload_ps(x + c * ldx, there);
-        float_step_avx2(cols, w, v, l);
+    float_steps(F_f32, 64, cols, w, len, x, ldx, l);
+    if (len % 8) {
+        float rest[3 * 8];
+        rest_copy(cols, x, ldx, len, rest);
+        for (int r = 0; r < 4; r++) w[r] += len / 8 * 64;
+        float_steps(F_f32, 64, cols, w, 8, rest, 8, l);
     }
     UNROLL for (int r = 0; r < 4; r++)
-        UNROLL for (int c = 0; c < cols; c++) _mm256_storeu_ps(acc + (c * PANEL_ROWS + r) * LANES, l[r][c]);
+        UNROLL for (int c = 0; c < cols; c++)
+            _mm256_storeu_ps(acc + (c * PANEL_ROWS + r) * LANES, l[r][c]);
 }
 
-AVX2_CALL void float_multiply_avx2(const Format *f, const Panel *w, const Acts *x, int first, int n, int64_t k,
-                                   int len, float *part) {
+AVX2_CALL MULTIPLY(float_multiply_avx2) {
     (void)f;
     for (int half = 0; half < PANEL_ROWS; half += 16)
         for (int c = 0; c < n; c += 3)
             for (int row = half; row < half + 16; row += 4) {
                 const float *in = x->x + (first + c) * x->ldx + k;
                 float *acc = part + (c * PANEL_ROWS + row) * LANES;
-                if (n - c >= 3) float_tile_avx2(3, w->w[row / 2][0][0], len, in, x->ldx, acc);
-                else if (n - c == 2) float_tile_avx2(2, w->w[row / 2][0][0], len, in, x->ldx, acc);
-                else float_tile_avx2(1, w->w[row / 2][0][0], len, in, x->ldx, acc);
+                if (n - c >= 3) float_tile(3, p, row, len, in, x->ldx, acc);
+                else if (n - c == 2) float_tile(2, p, row, len, in, x->ldx, acc);
+                else float_tile(1, p, row, len, in, x->ldx, acc);
             }
 }
 
-AVX2_CALL void float_fold_avx2(const float *part, int n, int rows, bool more, float *y, int64_t ldy) {
+AVX2_CALL FOLD(float_fold_avx2) {
     for (int c = 0; c < n; c++)
         for (int r = 0; r < rows; r++) {
             float sum = lanes_fold_avx2(_mm256_loadu_ps(part + (c * PANEL_ROWS + r) * LANES));
@@ -1078,15 +1087,15 @@ AVX2_CALL void float_fold_avx2(const float *part, int n, int rows, bool more, fl
         }
 }
 
-// Integers: pairs of weights of 16 rows side by side, a tile 4 columns x 16 rows. A pair of activations is
-// broadcast, vpmaddwd makes 8 rows' pair products: no horizontal sums. part[tile][half][lane][column][row].
+// ---- AVX2: panels of integers. Pairs of weights of 16 rows lie side by side; a pair of activations is
+// broadcast and multiplied with all: no horizontal sums. part[tile][half][lane][column][row].
 AVX2 void transpose8(__m256i *v) { // 8 x 8 of 32 bits
     __m256i a[8], b[8];
-    UNROLL for (int i = 0; i < 8; i += 2) {
+    UNROLL for (int i = 0; i < 8; i += 2)
         a[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]), a[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
-    }
     UNROLL for (int i = 0; i < 8; i += 4) {
-        b[i] = _mm256_unpacklo_epi64(a[i], a[i + 2]), b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
+        b[i] = _mm256_unpacklo_epi64(a[i], a[i + 2]);
+        b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
         b[i + 2] = _mm256_unpacklo_epi64(a[i + 1], a[i + 3]);
         b[i + 3] = _mm256_unpackhi_epi64(a[i + 1], a[i + 3]);
     }
@@ -1096,60 +1105,70 @@ AVX2 void transpose8(__m256i *v) { // 8 x 8 of 32 bits
     }
 }
 
-// Stores 8 vectors of 8 rows as 8 columns of rows, `step` 32-bit words apart
-AVX2 void store_columns(__m256i *v, void *out, int step) {
+// Stores eight vectors, one a row, as columns of eight rows, `step` words apart
+AVX2 void columns_store(__m256i *v, void *out, int step) {
     transpose8(v);
     UNROLL for (int i = 0; i < 8; i++) _mm256_storeu_si256((__m256i *)((int32_t *)out + i * step), v[i]);
 }
 
-AVX2 void quantised_pack8_avx2(int f, Traits d, const Tensor *t, const uint8_t *const *p, int n, int block,
-                               int half, int r0, Panel *out) {
-    const __m256i even_byte = _mm256_set1_epi16(255), offset = _mm256_set1_epi16((short)d.offset);
-    __m256i u[8][4], v[8];
-    for (int h = 0; h < 2 && 4 * h < n; h++) {
-        for (int r = 0; r < 8; r++) quad(f, p[r], n, h, u[r]);
-        for (int i = 0; i < 4; i++) {
-            int16_t *q = out->half[half].q[block + 4 * h + i][0][r0];
-            UNROLL for (int r = 0; r < 8; r++) v[r] = _mm256_sub_epi16(_mm256_and_si256(u[r][i], even_byte), offset);
-            store_columns(v, q, 16);
-            UNROLL for (int r = 0; r < 8; r++) v[r] = _mm256_sub_epi16(_mm256_srli_epi16(u[r][i], 8), offset);
-            store_columns(v, q + 8 * 32, 16);
-        }
+AVX2 void groups_pack(const Format *f, const Group *g, int n, int block, int r, Panel *p) { // eight rows
+    const __m256i offset = _mm256_set1_epi16((int16_t)f->offset), byte = _mm256_set1_epi16(255);
+    __m256i v[8];
+    for (int i = 0; i < n; i++) {
+        int16_t *q = p->half[r / 16].q[block + i][0][r % 16];
+        UNROLL for (int z = 0; z < 8; z++)
+            v[z] = _mm256_sub_epi16(_mm256_and_si256(g[z].u[i], byte), offset);
+        columns_store(v, q, 16);
+        UNROLL for (int z = 0; z < 8; z++)
+            v[z] = _mm256_sub_epi16(_mm256_srli_epi16(g[z].u[i], 8), offset);
+        columns_store(v, q + 8 * 16 * 2, 16);
     }
-    Scales s[8];
-    for (int r = 0; r < 8; r++) s[r].m = _mm256_setzero_ps(), scales(f, t, p[r], n, &s[r]);
-    for (int i = 0; i < d.scales; i++) {
-        UNROLL for (int r = 0; r < 8; r++) v[r] = _mm256_castps_si256(s[r].s[i]);
-        store_columns(v, &out->half[half].s[block][i][r0], 32);
+    for (int i = 0; i < f->scales; i++) {
+        UNROLL for (int z = 0; z < 8; z++) v[z] = _mm256_castps_si256(g[z].s[i]);
+        columns_store(v, &p->half[r / 16].s[block][i][r % 16], 2 * 16);
     }
-    if (d.minimum) {
-        UNROLL for (int r = 0; r < 8; r++) v[r] = _mm256_castps_si256(s[r].m);
-        store_columns(v, &out->half[half].m[block][r0], 16);
-    }
+    UNROLL for (int z = 0; z < 8; z++) v[z] = _mm256_castps_si256(g[z].m);
+    if (f->minimum) columns_store(v, &p->half[r / 16].m[block][r % 16], 16);
 }
 
-AVX2 void quantised_pack_avx2(int f, Traits d, const Tensor *t, int64_t row, int64_t k, int len, Panel *out) {
-    for (int r = 0; r < PANEL_ROWS; r += 8) {
-        const uint8_t *p[8];
-        for (int i = 0; i < 8; i++)
-            p[i] = t->data + (size_t)MIN(row + r + i, t->rows - 1) * t->stride +
-                   (size_t)(k / d.block * d.bytes);
+AVX2_CALL PACK(quantised_pack_avx2) {
+    const Format *f = t->format;
+    Group g[8];
+    for (int r = 0; r < PANEL_ROWS; r += 8)
         for (int b = 0; b < len / 32; b += 8) {
             int n = MIN(8, len / 32 - b);
-            if (n == 8 || d.block == 256) quantised_pack8_avx2(f, d, t, p, 8, b, r / 16, r % 16, out);
-            else quantised_pack8_avx2(f, d, t, p, n, b, r / 16, r % 16, out);
-            for (int i = 0; i < 8; i++) p[i] += d.bytes * 256 / d.block;
+            for (int i = 0; i < 8; i++) {
+                int64_t at = MIN(row + r + i, t->rows - 1);
+                f->group(t, weight_at(t, at, k + 32 * b, f->block, f->bytes), n, &g[i]);
+            }
+            groups_pack(f, g, n, b, r, p);
         }
-    }
 }
 
-enum { TILE = 4 }; // columns
+#ifndef DOTS_AVX2
+#define DOTS_AVX2 6
+#define DOTS_512 4
+#endif
+enum { TILE = 4, TILE_512 = 8 }; // columns
+typedef struct { const int16_t *q[TILE_512]; const float *dx[TILE_512]; const int32_t *sum[TILE_512]; } Tile;
 
-AVX2 void pairs_avx2(const int16_t (*w)[16][2], const int16_t *const *q, int pair, __m256i s[TILE][2]) {
-    __m256i w0 = load32(w[pair]), w1 = load32(w[pair] + 8);
+// Columns first ... of a tile; past the last its products are made again, for nobody
+static Tile tile_at(const Acts *x, int first, int n, int64_t k) {
+    Tile a;
+    for (int i = 0; i < TILE_512; i++) {
+        int64_t column = first + MIN(i, n - 1);
+        a.q[i] = x->q + column * x->ldq + k;
+        a.dx[i] = x->dx + column * x->ldb + k / 32;
+        a.sum[i] = x->sum + 2 * column * x->ldb + k / 32;
+    }
+    return a;
+}
+
+AVX2 void pairs_avx2(const int16_t (*w)[2], const int16_t *const *q, int at, __m256i s[TILE][2]) {
+    __m256i w0 = load32(w), w1 = load32(w + 8);
     UNROLL for (int c = 0; c < TILE; c++) {
         int32_t two;
-        memcpy(&two, q[c] + 2 * pair, 4);
+        memcpy(&two, q[c] + at, 4);
         __m256i v = _mm256_set1_epi32(two);
         s[c][0] = _mm256_add_epi32(s[c][0], _mm256_madd_epi16(w0, v));
         s[c][1] = _mm256_add_epi32(s[c][1], _mm256_madd_epi16(w1, v));
@@ -1158,61 +1177,50 @@ AVX2 void pairs_avx2(const int16_t (*w)[16][2], const int16_t *const *q, int pai
     }
 }
 
-AVX2 void step_avx2(__m256i s[TILE][2], const float *scale, const float *const *dx, int block, float *lanes) {
-    __m256 w0 = _mm256_loadu_ps(scale), w1 = _mm256_loadu_ps(scale + 8);
+// A block is done: lane += dx * scale * sum for 16 rows and the columns of the tile
+AVX2 void step_avx2(__m256i s[TILE][2], const float *scale, const float *const *dx, int block, float *l) {
     UNROLL for (int c = 0; c < TILE; c++) {
         __m256 d = _mm256_broadcast_ss(dx[c] + block);
-        float *l = lanes + 16 * c;
-        _mm256_storeu_ps(l, _mm256_fmadd_ps(_mm256_mul_ps(d, w0), _mm256_cvtepi32_ps(s[c][0]), _mm256_loadu_ps(l)));
-        _mm256_storeu_ps(l + 8, _mm256_fmadd_ps(_mm256_mul_ps(d, w1), _mm256_cvtepi32_ps(s[c][1]), _mm256_loadu_ps(l + 8)));
-        s[c][0] = s[c][1] = _mm256_setzero_si256();
+        UNROLL for (int i = 0; i < 2; i++) {
+            float *lane = l + 16 * c + 8 * i;
+            __m256 w = _mm256_mul_ps(d, _mm256_loadu_ps(scale + 8 * i)), v = _mm256_cvtepi32_ps(s[c][i]);
+            _mm256_storeu_ps(lane, _mm256_fmadd_ps(w, v, _mm256_loadu_ps(lane)));
+            s[c][i] = _mm256_setzero_si256();
+        }
     }
 }
 
-AVX2 void quantised_tile_avx2(int per32, int minimum, const Panel *w, int half, int blocks, const int16_t *const *q0,
-                              const float *const *dx, const int32_t *const *sum, int64_t ldb, float *lanes) {
+AVX2 void tile_avx2(int scales, int minimum, const Panel *p, int half, int blocks, const Tile *a,
+                    int64_t ldb, float *lanes) {
     const int16_t *q[TILE];
     __m256i s[TILE][2];
-    UNROLL for (int c = 0; c < TILE; c++) q[c] = q0[c], s[c][0] = s[c][1] = _mm256_setzero_si256();
+    UNROLL for (int c = 0; c < TILE; c++) q[c] = a->q[c], s[c][0] = s[c][1] = _mm256_setzero_si256();
     for (int b = 0; b < blocks; b++) {
-        const int16_t (*v)[16][2] = w->half[half].q[b];
         float *l = lanes + b % 8 * TILE * 16;
-        if (per32 == 1) {
-            UNROLL for (int i = 0; i < 8; i++) pairs_avx2(v, q, i, s);
-            UNROLL for (int i = 8; i < 16; i++) pairs_avx2(v, q, i, s);
-            step_avx2(s, w->half[half].s[b][0], dx, b, l);
-        } else {
-            for (int h = 0; h < 2; h++) {
-                UNROLL for (int i = 0; i < 4; i++) pairs_avx2(v, q, 4 * h + i, s);
-                UNROLL for (int i = 0; i < 4; i++) pairs_avx2(v, q, 8 + 4 * h + i, s);
-                step_avx2(s, w->half[half].s[b][h], dx, b, l);
-            }
+        UNROLL for (int h = 0; h < scales; h++) { // pairs of a half: 0-3, 8-11; 4-7, 12-15
+            UNROLL for (int i = 0; i < 8 / scales; i++)
+                pairs_avx2(p->half[half].q[b][4 * h + i], q, 2 * (4 * h + i), s);
+            UNROLL for (int i = 0; i < 8 / scales; i++)
+                pairs_avx2(p->half[half].q[b][8 + 4 * h + i], q, 2 * (8 + 4 * h + i), s);
+            step_avx2(s, p->half[half].s[b][h], a->dx, b, l);
         }
         if (minimum) {
-            UNROLL for (int c = 0; c < TILE; c++) s[c][0] = s[c][1] = _mm256_set1_epi32(sum[c][b] + sum[c][b + ldb]);
-            step_avx2(s, w->half[half].m[b], dx, b, l);
+            UNROLL for (int c = 0; c < TILE; c++)
+                s[c][0] = s[c][1] = _mm256_set1_epi32(a->sum[c][b] + a->sum[c][b + ldb]);
+            step_avx2(s, p->half[half].m[b], a->dx, b, l);
         }
         UNROLL for (int c = 0; c < TILE; c++) q[c] += 32;
     }
 }
 
-AVX2_CALL void quantised_multiply_avx2(const Format *f, const Panel *w, const Acts *x, int first, int n, int64_t k,
-                                       int len, float *part) {
+AVX2_CALL MULTIPLY(quantised_multiply_avx2) {
     for (int half = 0; half < PANEL_ROWS / 16; half++)
         for (int c = 0; c < n; c += TILE) {
             float *lanes = part + (2 * c + half * TILE) * LANES * 16;
-            const int16_t *q[TILE];
-            const float *dx[TILE];
-            const int32_t *sum[TILE];
-            for (int i = 0; i < TILE; i++) { // past the last column its products are made again, for nobody
-                int64_t column = first + MIN(c + i, n - 1);
-                q[i] = x->q + column * x->ldq + k;
-                dx[i] = x->dx + column * x->ldb + k / 32;
-                sum[i] = x->sum + column * 2 * x->ldb + k / 32;
-            }
-            if (f->scales == 2) quantised_tile_avx2(2, 0, w, half, len / 32, q, dx, sum, x->ldb, lanes);
-            else if (f->minimum) quantised_tile_avx2(1, 1, w, half, len / 32, q, dx, sum, x->ldb, lanes);
-            else quantised_tile_avx2(1, 0, w, half, len / 32, q, dx, sum, x->ldb, lanes);
+            Tile a = tile_at(x, first + c, n - c, k);
+            if (f->scales == 2) tile_avx2(2, 0, p, half, len / 32, &a, x->ldb, lanes);
+            else if (f->minimum) tile_avx2(1, 1, p, half, len / 32, &a, x->ldb, lanes);
+            else tile_avx2(1, 0, p, half, len / 32, &a, x->ldb, lanes);
         }
 }
 
@@ -1230,177 +1238,160 @@ AVX2 void quantised_fold(int tile, const float *part, int n, int rows, float *y,
         }
 }
 
-AVX2_CALL void quantised_fold_avx2(const float *part, int n, int rows, bool more, float *y, int64_t ldy) {
-    (void)more;
-    quantised_fold(TILE, part, n, rows, y, ldy);
-}
+AVX2_CALL FOLD(quantised_fold_avx2) { (void)more, quantised_fold(TILE, part, n, rows, y, ldy); }
 
-// ---- AVX-512: twice the rows of a panel at once, more columns a tile; loaders and layouts are AVX2's
-#define AVX512_TARGET target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
-#define AVX512 static inline __attribute__((always_inline, AVX512_TARGET))
-#define AVX512_CALL static __attribute__((noinline, AVX512_TARGET))
-enum { FLOAT_TILE512 = 6, TILE512 = 8 };
+// ---- AVX-512: panels only, both halves at once and more columns a tile. A dot waits for memory, and
+// AVX2's does; layouts and loaders are AVX2's too.
+#define AVX512_TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
+#define AVX512 AVX512_TARGET __attribute__((always_inline)) static inline
+#define AVX512_CALL AVX512_TARGET __attribute__((noinline)) static
+enum { FLOAT_TILE_512 = 6 }; // columns; a tile is 8 rows high, a register eight lanes of two rows
 
-AVX512 void float_step_avx512(int cols, const float *w, const float *x, int64_t ldx, __m512 l[4][FLOAT_TILE512]) {
-    __m512 v[4];
-    UNROLL for (int r = 0; r < 4; r++) {
-        v[r] = _mm512_loadu_ps(w + r * PANEL_K * 2);
-        KEEP(v[r]);
-    }
-    UNROLL for (int c = 0; c < cols; c++) {
-        __m512 in = _mm512_broadcast_f32x8(_mm256_loadu_ps(x + c * ldx));
-        UNROLL for (int r = 0; r < 4; r++) l[r][c] = _mm512_fmadd_ps(v[r], in, l[r][c]);
-    }
-}
-
-AVX512 void float_tile_avx512(int cols, const float *w, int len, const float *x, int64_t ldx, float *acc) {
-    __m512 l[4][FLOAT_TILE512]; // a register is eight lanes of two rows
-    UNROLL for (int r = 0; r < 4; r++)
-        UNROLL for (int c = 0; c < cols; c++) l[r][c] = _mm512_loadu_ps(acc + (c * PANEL_ROWS + 2 * r) * LANES);
-    for (; len >= 8; len -= 8, x += 8, w += 16) float_step_avx512(cols, w, x, ldx, l);
-    if (len) {
-        float rest[FLOAT_TILE512 * 8];
-        for (int c = 0; c < cols; c++)
-            _mm256_storeu_ps(rest + 8 * c, _mm256_maskz_loadu_ps((__mmask8)((1 << len) - 1), x + c * ldx));
-        float_step_avx512(cols, w, rest, 8, l);
-    }
-    UNROLL for (int r = 0; r < 4; r++)
-        UNROLL for (int c = 0; c < cols; c++) _mm512_storeu_ps(acc + (c * PANEL_ROWS + 2 * r) * LANES, l[r][c]);
-}
-
-AVX512_CALL void float_multiply_avx512(const Format *f, const Panel *w, const Acts *x, int first, int n, int64_t k,
-                                       int len, float *part) {
-    (void)f;
-    for (int c = 0, cols; c < n; c += cols) {
-        cols = n - c >= FLOAT_TILE512 ? FLOAT_TILE512 : n - c >= 3 ? 3 : 1;
-        for (int row = 0; row < PANEL_ROWS; row += 8) {
-            const float *in = x->x + (first + c) * x->ldx + k;
-            float *acc = part + (c * PANEL_ROWS + row) * LANES;
-            if (cols == FLOAT_TILE512) float_tile_avx512(FLOAT_TILE512, w->w[row / 2][0][0], len, in, x->ldx, acc);
-            else if (cols == 3) float_tile_avx512(3, w->w[row / 2][0][0], len, in, x->ldx, acc);
-            else float_tile_avx512(1, w->w[row / 2][0][0], len, in, x->ldx, acc);
+AVX512 void float_steps_512(int cols, const float *w, int len, const float *x, int64_t ldx,
+                            __m512 l[4][FLOAT_TILE_512]) {
+    for (int i = 0; i < len / 8; i++) {
+        __m512 v[4];
+        UNROLL for (int r = 0; r < 4; r++) {
+            v[r] = _mm512_loadu_ps(w + r * PANEL_K * 2 + 16 * i);
+            KEEP(v[r]);
+        }
+        UNROLL for (int c = 0; c < cols; c++) {
+            __m512 in = _mm512_broadcast_f32x8(_mm256_loadu_ps(x + c * ldx + 8 * i));
+            UNROLL for (int r = 0; r < 4; r++) l[r][c] = _mm512_fmadd_ps(v[r], in, l[r][c]);
         }
     }
 }
 
-AVX512 void pairs_avx512(int cols, const Panel *w, int block, int pair, const int16_t *const *q, __m512i s[TILE512][2]) {
-    __m512i w0 = _mm512_loadu_si512(w->half[0].q[block][pair]), w1 = _mm512_loadu_si512(w->half[1].q[block][pair]);
+AVX512 void float_tile_512(int cols, const float *w, int len, const float *x, int64_t ldx, float *acc) {
+    __m512 l[4][FLOAT_TILE_512];
+    UNROLL for (int r = 0; r < 4; r++)
+        UNROLL for (int c = 0; c < cols; c++)
+            l[r][c] = _mm512_loadu_ps(acc + (c * PANEL_ROWS + 2 * r) * LANES);
+    float_steps_512(cols, w, len, x, ldx, l);
+    if (len % 8) {
+        float rest[FLOAT_TILE_512 * 8];
+        rest_copy(cols, x, ldx, len, rest);
+        float_steps_512(cols, w + len / 8 * 16, 8, rest, 8, l);
+    }
+    UNROLL for (int r = 0; r < 4; r++)
+        UNROLL for (int c = 0; c < cols; c++)
+            _mm512_storeu_ps(acc + (c * PANEL_ROWS + 2 * r) * LANES, l[r][c]);
+}
+
+AVX512_CALL MULTIPLY(float_multiply_512) {
+    (void)f;
+    for (int c = 0, cols; c < n; c += cols) {
+        cols = n - c >= FLOAT_TILE_512 ? FLOAT_TILE_512 : n - c >= 3 ? 3 : 1;
+        for (int row = 0; row < PANEL_ROWS; row += 8) {
+            const float *w = p->w[row / 2][0][0], *in = x->x + (first + c) * x->ldx + k;
+            float *acc = part + (c * PANEL_ROWS + row) * LANES;
+            if (cols == FLOAT_TILE_512) float_tile_512(FLOAT_TILE_512, w, len, in, x->ldx, acc);
+            else if (cols == 3) float_tile_512(3, w, len, in, x->ldx, acc);
+            else float_tile_512(1, w, len, in, x->ldx, acc);
+        }
+    }
+}
+
+AVX512 void pairs_512(int cols, const Panel *p, int b, int pair, const Tile *a, __m512i s[TILE_512][2]) {
+    __m512i w0 = _mm512_loadu_si512(p->half[0].q[b][pair]);
+    __m512i w1 = _mm512_loadu_si512(p->half[1].q[b][pair]);
     UNROLL for (int c = 0; c < cols; c++) {
         int32_t two;
-        memcpy(&two, q[c] + 32 * block + 2 * pair, 4);
+        memcpy(&two, a->q[c] + 32 * b + 2 * pair, 4);
         __m512i v = _mm512_set1_epi32(two);
         s[c][0] = _mm512_dpwssd_epi32(s[c][0], w0, v);
         s[c][1] = _mm512_dpwssd_epi32(s[c][1], w1, v);
     }
 }
 
-AVX512 void step_avx512(int cols, __m512i s[TILE512][2], const float *scale0, const float *scale1,
-                        const float *const *dx, int block, float *lanes) {
-    __m512 w0 = _mm512_loadu_ps(scale0), w1 = _mm512_loadu_ps(scale1);
+AVX512 void step_512(int cols, __m512i s[TILE_512][2], const float *scale0, const float *scale1,
+                     const float *const *dx, int block, float *l) {
     UNROLL for (int c = 0; c < cols; c++) {
         __m512 d = _mm512_set1_ps(dx[c][block]);
-        float *l = lanes + 16 * c, *m = l + LANES * TILE512 * 16;
-        _mm512_storeu_ps(l, _mm512_fmadd_ps(_mm512_mul_ps(d, w0), _mm512_cvtepi32_ps(s[c][0]), _mm512_loadu_ps(l)));
-        _mm512_storeu_ps(m, _mm512_fmadd_ps(_mm512_mul_ps(d, w1), _mm512_cvtepi32_ps(s[c][1]), _mm512_loadu_ps(m)));
-        s[c][0] = s[c][1] = _mm512_setzero_si512();
+        UNROLL for (int i = 0; i < 2; i++) {
+            float *lane = l + 16 * c + i * LANES * TILE_512 * 16;
+            __m512 w = _mm512_mul_ps(d, _mm512_loadu_ps(i ? scale1 : scale0));
+            __m512 v = _mm512_fmadd_ps(w, _mm512_cvtepi32_ps(s[c][i]), _mm512_loadu_ps(lane));
+            _mm512_storeu_ps(lane, v);
+            s[c][i] = _mm512_setzero_si512();
+        }
     }
 }
 
-AVX512 void quantised_tile_avx512(int cols, int per32, int minimum, const Panel *w, int blocks, const int16_t *const *q,
-                                  const float *const *dx, const int32_t *const *sum, int64_t ldb, float *lanes) {
-    __m512i s[TILE512][2];
+AVX512 void tile_512(int cols, int scales, int minimum, const Panel *p, int blocks, const Tile *a,
+                     int64_t ldb, float *lanes) {
+    __m512i s[TILE_512][2];
     UNROLL for (int c = 0; c < cols; c++) s[c][0] = s[c][1] = _mm512_setzero_si512();
     for (int b = 0; b < blocks; b++) {
-        float *l = lanes + b % 8 * TILE512 * 16;
-        UNROLL for (int h = 0; h < per32; h++) {
-            UNROLL for (int i = 0; i < 8 / per32; i++) pairs_avx512(cols, w, b, 4 * h + i, q, s);
-            UNROLL for (int i = 0; i < 8 / per32; i++) pairs_avx512(cols, w, b, 8 + 4 * h + i, q, s);
-            step_avx512(cols, s, w->half[0].s[b][h], w->half[1].s[b][h], dx, b, l);
+        float *l = lanes + b % 8 * TILE_512 * 16;
+        UNROLL for (int h = 0; h < scales; h++) {
+            UNROLL for (int i = 0; i < 8 / scales; i++) pairs_512(cols, p, b, 4 * h + i, a, s);
+            UNROLL for (int i = 0; i < 8 / scales; i++) pairs_512(cols, p, b, 8 + 4 * h + i, a, s);
+            step_512(cols, s, p->half[0].s[b][h], p->half[1].s[b][h], a->dx, b, l);
         }
         if (minimum) {
-            UNROLL for (int c = 0; c < cols; c++) s[c][0] = s[c][1] = _mm512_set1_epi32(sum[c][b] + sum[c][b + ldb]);
-            step_avx512(cols, s, w->half[0].m[b], w->half[1].m[b], dx, b, l);
+            UNROLL for (int c = 0; c < cols; c++)
+                s[c][0] = s[c][1] = _mm512_set1_epi32(a->sum[c][b] + a->sum[c][b + ldb]);
+            step_512(cols, s, p->half[0].m[b], p->half[1].m[b], a->dx, b, l);
         }
     }
 }
 
-AVX512_CALL void quantised_multiply_avx512(const Format *f, const Panel *w, const Acts *x, int first, int n, int64_t k,
-                                           int len, float *part) {
-    for (int c = 0; c < n; c += TILE512) {
+AVX512 void tiles_512(int scales, int minimum, const Panel *p, int blocks, const Acts *x, int first, int n,
+                      int64_t k, float *part) {
+    for (int c = 0; c < n; c += TILE_512) {
         float *lanes = part + 2 * c * LANES * 16;
-        const int16_t *q[TILE512];
-        const float *dx[TILE512];
-        const int32_t *sum[TILE512];
-        for (int i = 0; i < TILE512; i++) {
-            int64_t column = first + MIN(c + i, n - 1);
-            q[i] = x->q + column * x->ldq + k;
-            dx[i] = x->dx + column * x->ldb + k / 32;
-            sum[i] = x->sum + column * 2 * x->ldb + k / 32;
-        }
-        bool few = n - c <= TILE512 / 2;
-        if (f->scales == 2 && few) quantised_tile_avx512(4, 2, 0, w, len / 32, q, dx, sum, x->ldb, lanes);
-        else if (f->scales == 2) quantised_tile_avx512(8, 2, 0, w, len / 32, q, dx, sum, x->ldb, lanes);
-        else if (f->minimum && few) quantised_tile_avx512(4, 1, 1, w, len / 32, q, dx, sum, x->ldb, lanes);
-        else if (f->minimum) quantised_tile_avx512(8, 1, 1, w, len / 32, q, dx, sum, x->ldb, lanes);
-        else if (few) quantised_tile_avx512(4, 1, 0, w, len / 32, q, dx, sum, x->ldb, lanes);
-        else quantised_tile_avx512(8, 1, 0, w, len / 32, q, dx, sum, x->ldb, lanes);
+        Tile a = tile_at(x, first + c, n - c, k);
+        if (n - c <= 4) tile_512(4, scales, minimum, p, blocks, &a, x->ldb, lanes);
+        else tile_512(TILE_512, scales, minimum, p, blocks, &a, x->ldb, lanes);
     }
 }
 
-AVX512_CALL void quantised_fold_avx512(const float *part, int n, int rows, bool more, float *y, int64_t ldy) {
-    (void)more;
-    quantised_fold(TILE512, part, n, rows, y, ldy);
+AVX512_CALL MULTIPLY(quantised_multiply_512) {
+    if (f->scales == 2) tiles_512(2, 0, p, len / 32, x, first, n, k, part);
+    else if (f->minimum) tiles_512(1, 1, p, len / 32, x, first, n, k, part);
+    else tiles_512(1, 0, p, len / 32, x, first, n, k, part);
 }
 
-#define X(name, id, size, value)                                                                  \
-    AVX2_CALL void name##_pack_avx2(const Tensor *t, int64_t row, int64_t k, int len, Panel *p) { \
-        float_pack_avx2(F_##name, size, t, row, k, len, p);                                       \
-    }
-FLOATS(X)
-#undef X
-AVX2_CALL void bin_pack_avx2(const Tensor *t, int64_t row, int64_t k, int len, Panel *p) {
-    float_pack_avx2(F_bin, 0, t, row, k, len, p);
-}
-#define X(name, id, block, bytes, offset, scales, minimum, load)                                  \
-    AVX2_CALL void name##_pack_avx2(const Tensor *t, int64_t row, int64_t k, int len, Panel *p) { \
-        const Traits d = {block, bytes, offset, scales, minimum};                                 \
-        quantised_pack_avx2(F_##name, d, t, row, k, len, p);                                      \
-    }
-QUANTISED(X)
-#undef X
+AVX2_CALL FOLD(quantised_fold_512) { (void)more, quantised_fold(TILE_512, part, n, rows, y, ldy); }
+#define VECTOR(name) name
+#else
+#define VECTOR(name) NULL
 #endif
 
-// ---- what each instruction set brings besides the formats
+// ---- the tables
 typedef struct {
-    int columns; // a dot takes at most
-    void (*quantise)(const float *x, int64_t blocks, int16_t *q, float *dx, int32_t *sum, int64_t ldb);
-    struct {     // panels of floats, of integers
-        void (*multiply)(const Format *f, const Panel *w, const Acts *x, int first, int n, int64_t k, int len,
-                         float *part);
-        void (*fold)(const float *part, int n, int rows, bool more, float *y, int64_t ldy);
-    } panel[2];
-} Kernels;
+    PACK((*pack));
+    MULTIPLY((*multiply));
+    FOLD((*fold));
+} PanelKernels;
 
-static const Kernels kernels[ISA_COUNT] = {
-    {COLUMNS_C, quantise_c, {{NULL, NULL}, {NULL, NULL}}},
+static const struct {
+    QUANTISE((*quantise));
+    int dots;              // up to so many columns by dots, more by panels
+    PanelKernels panel[2]; // of floats, of integers
+} kernels[ISA_COUNT] = {
+    {quantise_c, INT_MAX, {{NULL, NULL, NULL}, {NULL, NULL, NULL}}},
 #ifdef HAVE_X86
-    {4, quantise_avx2, {{float_multiply_avx2, float_fold_avx2}, {quantised_multiply_avx2, quantised_fold_avx2}}},
-    {4, quantise_avx2, {{float_multiply_avx512, float_fold_avx2}, {quantised_multiply_avx512, quantised_fold_avx512}}},
-#define ALL_ISA(c, name) {c, name##_avx2, name##_avx2}
-#else
-#define ALL_ISA(c, name) {c, NULL, NULL}
+    {quantise_avx2, DOTS_AVX2,
+     {{float_pack_avx2, float_multiply_avx2, float_fold_avx2},
+      {quantised_pack_avx2, quantised_multiply_avx2, quantised_fold_avx2}}},
+    {quantise_avx2, DOTS_512,
+     {{float_pack_avx2, float_multiply_512, float_fold_avx2},
+      {quantised_pack_avx2, quantised_multiply_512, quantised_fold_512}}},
 #endif
 };
 
 static const Format formats[F_COUNT] = {
-#define X(name, id, size, value) \
-    {#name, id, 1, size, false, 0, 0, 0, NULL, name##_expand, ALL_ISA(float_dot_c, name##_dot), ALL_ISA(NULL, name##_pack)},
+#define X(name, id, size, value)                                             \
+    {#name, id, 1, size, false, 0, 1, 0, NULL, NULL, name##_expand,          \
+     {float_dot_c, VECTOR(name##_dot)}},
     FLOATS(X)
 #undef X
-    {"bin", 1000, 1, 1, false, 0, 0, 0, NULL, bin_expand, {float_dot_c, NULL, NULL}, ALL_ISA(NULL, bin_pack)},
-#define X(name, id, block, bytes, offset, scales, minimum, load)                            \
-    {#name, id, block, bytes, true, offset, scales, minimum, name##_open, quantised_expand, \
-     ALL_ISA(quantised_dot_c, name##_dot), ALL_ISA(NULL, name##_pack)},
+    {"bin", 1000, 1, 1, false, 0, 1, 0, NULL, NULL, bin_expand, {float_dot_c, NULL}},
+#define X(name, id, block, bytes, offset, scales, minimum, load)             \
+    {#name, id, block, bytes, true, offset, scales, minimum, name##_open,    \
+     VECTOR(name##_group), quantised_expand, {quantised_dot_c, VECTOR(name##_dot)}},
     QUANTISED(X)
 #undef X
 };
@@ -1421,8 +1412,9 @@ static int isa_best(void) {
     bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
     if (f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-               __builtin_cpu_supports("avx512vnni") ? ISA_AVX512 : ISA_AVX2;
+                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                       __builtin_cpu_supports("avx512vnni")
+                   ? ISA_AVX512 : ISA_AVX2;
 #endif
     return ISA_C;
 }
@@ -1729,15 +1721,26 @@ static const VecOps vec_ops[ISA_COUNT] = {
 };
 /* ------------------------------------------------------------------------------------------------
  * Chapter 3. Vectors and matrices
+ *
+ * Nearly all time goes into one operation: rows of weights times rows of activations. For few rows of
+ * activations it is a read of the weights, and what counts is to keep the memory busy: a thread walks
+ * four far streams of rows at once, because the prefetcher starts anew at every page. For many rows it
+ * is arithmetic: weights are opened once into panels that stay in the cache while all rows pass. Which
+ * way is taken, how rows are shared out and how many threads there are cannot be seen in the result.
+ * Products that read the same activations (q, k and v; gate and up) are given as one list and shared
+ * out together, so that threads meet once and not once a matrix.
  */
-static int64_t odd_lines(int64_t bytes) { // a row's bytes: an odd number of cache lines
+
+// Bytes of a row: an odd number of cache lines, so that rows of 4,096 bytes do not meet in one cache set
+static int64_t odd_lines(int64_t bytes) {
     return ((bytes + 63) / 64 | 1) * 64;
 }
 
+// The shape of n rows, without memory: x [n][ldx], q [n][ldq], dx [n][ldb], sum [n][2][ldb]
 static Acts acts_shape(int n, int64_t cols) {
     int64_t blocks = (cols + 255) / 256 * 8; // kernels walk eight blocks at a time
-    return (Acts){.n = n, .cols = cols, .ldx = odd_lines(cols * 4) / 4, .ldq = odd_lines(blocks * 64) / 2,
-                  .ldb = odd_lines(blocks * 4) / 4};
+    return (Acts){.n = n, .cols = cols, .ldx = odd_lines(cols * 4) / 4,
+                  .ldq = odd_lines(blocks * 64) / 2, .ldb = odd_lines(blocks * 4) / 4};
 }
 
 static size_t acts_bytes(int max_n, int64_t max_cols) {
@@ -1754,6 +1757,7 @@ static Acts acts_at(uint8_t *mem, int n, int64_t cols) { // mem: 64-byte aligned
     return a;
 }
 
+// After row `row` of a->x was filled; rows are independent. Needed where quantised weights are met.
 static void acts_quantise(int isa, Acts *a, int row) {
     if (a->cols % 32) return;
     int64_t blocks = a->cols / 32, padded = (blocks + 7) / 8 * 8;
@@ -1765,66 +1769,83 @@ static void acts_quantise(int isa, Acts *a, int row) {
     for (int64_t j = blocks; j < padded; j++) dx[j] = 0, sum[j] = sum[j + a->ldb] = 0;
 }
 
-typedef struct { const Tensor *w; float *y; int64_t ldy; } Product;
+typedef struct { // y[i * ldy + r] = row r of w times row i of x
+    const Tensor *w;
+    float *y;
+    int64_t ldy;
+} Product;
 
 typedef struct {
     Panel panel;
     float part[PANEL_COLUMNS * PANEL_ROWS * LANES];
 } Scratch;
 
-static size_t matmul_scratch(void) { return sizeof(Scratch); }
+static size_t matmul_scratch(void) { return sizeof(Scratch); } // bytes of Worker.scratch
 
-enum { FEW_COLUMNS = 8, STREAM_ROWS = 16 };
+enum { STREAM_ROWS = 16 }; // rows of each of the four streams in a ticket
 
 static bool by_panels(const Worker *w, const Acts *x, const Format *f) {
     int isa = w->team->isa;
-    return f->pack[isa] && (x->n > FEW_COLUMNS || !f->dot[isa]);
+    return isa != ISA_C && (x->n > kernels[isa].dots || !f->dot[1]);
+}
+
+// Rows a ticket. Small matrices are cut finer, so that the last tickets do not leave threads waiting.
+static int64_t ticket_rows(const Worker *w, const Acts *x, const Tensor *t) {
+    if (by_panels(w, x, t->format)) return PANEL_ROWS;
+    return MAX(4, MIN(STREAM_ROWS, t->rows / 4 / (8 * w->team->n)));
 }
 
 static long product_tickets(const Worker *w, const Acts *x, const Tensor *t) {
-    if (by_panels(w, x, t->format)) return (long)((t->rows + PANEL_ROWS - 1) / PANEL_ROWS);
-    return (long)(((t->rows + 3) / 4 + STREAM_ROWS - 1) / STREAM_ROWS);
+    int64_t rows = by_panels(w, x, t->format) ? t->rows : (t->rows + 3) / 4;
+    int64_t each = ticket_rows(w, x, t);
+    return (long)((rows + each - 1) / each);
 }
 
+// Four streams, a quarter of the matrix apart. Where rows run out the last is made again.
 static void product_dots(const Worker *w, const Acts *x, const Product *p, long ticket) {
     const Tensor *t = p->w;
-    int64_t quarter = (t->rows + 3) / 4, begin = ticket * STREAM_ROWS, end = MIN(quarter, begin + STREAM_ROWS);
-    int most = kernels[w->team->isa].columns;
-    for (int64_t i = begin; i < end; i++) {
+    const int64_t quarter = (t->rows + 3) / 4, each = ticket_rows(w, x, t);
+    DOT((*dot)) = t->format->dot[w->team->isa != ISA_C];
+    for (int64_t i = ticket * each; i < MIN(quarter, (ticket + 1) * each); i++) {
         int64_t row[4];
         for (int r = 0; r < 4; r++) row[r] = MIN(t->rows - 1, i + r * quarter);
-        for (int c = 0; c < x->n; c += most)
-            t->format->dot[w->team->isa](t, row, x, c, MIN(most, x->n - c), p->y, p->ldy);
+        for (int c = 0; c < x->n; c += COLUMNS) dot(t, row, x, c, MIN(COLUMNS, x->n - c), p->y, p->ldy);
     }
 }
 
+// PANEL_ROWS rows against all columns, PANEL_COLUMNS of them at a time so that their lanes stay near.
+// Float lanes are folded at every FLOAT_BLOCK, integer lanes at the end of the row.
 static void product_panels(const Worker *w, const Acts *x, const Product *p, long ticket) {
     const Tensor *t = p->w;
-    const Format *f = t->format;
-    const Kernels *k = &kernels[w->team->isa];
+    const bool quantised = t->format->quantised;
+    const PanelKernels *k = &kernels[w->team->isa].panel[quantised];
+    const int64_t row = ticket * PANEL_ROWS, fold_every = quantised ? INT64_MAX : FLOAT_BLOCK;
+    const int step = quantised ? 32 * PANEL_BLOCKS : PANEL_K, rows = (int)MIN(PANEL_ROWS, t->rows - row);
     Scratch *s = (Scratch *)(void *)w->scratch;
-    const int64_t row = ticket * PANEL_ROWS, fold_every = f->quantised ? INT64_MAX : FLOAT_BLOCK;
-    const int step = f->quantised ? 32 * PANEL_BLOCKS : PANEL_K, rows = (int)MIN(PANEL_ROWS, t->rows - row);
     for (int first = 0; first < x->n; first += PANEL_COLUMNS) {
-        int n = MIN(PANEL_COLUMNS, x->n - first);
+        const int n = MIN(PANEL_COLUMNS, x->n - first);
+        float *y = p->y + first * p->ldy + row;
         for (int64_t at = 0; at < t->cols; at += step) {
-            int len = (int)MIN(step, t->cols - at);
-            if (at % fold_every == 0) memset(s->part, 0, sizeof *s->part * (size_t)((n + 7) / 8 * 8 * PANEL_ROWS * LANES));
-            f->pack[w->team->isa](t, row, at, len, &s->panel);
-            k->panel[f->quantised].multiply(f, &s->panel, x, first, n, at, len, s->part);
+            const int len = (int)MIN(step, t->cols - at);
+            if (at % fold_every == 0)
+                memset(s->part, 0, sizeof *s->part * (size_t)((n + 7) / 8 * 8 * PANEL_ROWS * LANES));
+            k->pack(t, row, at, len, &s->panel);
+            k->multiply(t->format, &s->panel, x, first, n, at, len, s->part);
             if ((at + len) % fold_every == 0 || at + len == t->cols)
-                k->panel[f->quantised].fold(s->part, n, rows, at >= fold_every, p->y + first * p->ldy + row, p->ldy);
+                k->fold(s->part, n, rows, at >= fold_every, y, p->ldy);
         }
     }
 }
 
+// All threads of the team call it with the same list; all products are one row of tickets.
 static void matmul(Worker *w, const Acts *x, const Product *list, int count) {
     for (;;) {
         long ticket = team_take(w->team), tickets;
         int i = 0;
         for (; i < count && ticket >= (tickets = product_tickets(w, x, list[i].w)); i++) ticket -= tickets;
         if (i == count) break;
-        (by_panels(w, x, list[i].w->format) ? product_panels : product_dots)(w, x, &list[i], ticket);
+        if (by_panels(w, x, list[i].w->format)) product_panels(w, x, &list[i], ticket);
+        else product_dots(w, x, &list[i], ticket);
     }
     team_wait(w->team);
 }
@@ -1999,7 +2020,9 @@ static bool re_property(const char *name, int class) { // name: what follows "\p
     }
 }
 
-static uint32_t re_lower(uint32_t c) { return c >= 'A' && c <= 'Z' ? c + 32 : c; }
+static uint32_t re_lower(uint32_t c) { // U+017F is a long s
+    return c >= 'A' && c <= 'Z' ? c + 32 : c == 0x17F ? 's' : c;
+}
 
 // Is l the member at *p? Moves *p past it. *literal: its code point if it may begin a range, else
 // 0.
@@ -2269,7 +2292,7 @@ typedef struct {
     size_t longest;          // bytes of the longest text
     Merge *merge;            // [n_merges] BPE only; the ways to make one token form a list
     int32_t *merge_of;       // [size] its first element, or -1
-    int byte_id[256];        // the token of a single byte, or NO_TOKEN
+    int byte_id[256];        // the token "<0xHH>" of a byte, or NO_TOKEN
     uint32_t byte_code[256]; // byte-level BPE: the character that stands for a byte in token texts
     int16_t code_byte[324];  // and back, or -1
     const Pretok *pre;
@@ -2369,10 +2392,6 @@ static void vocab_map_bytes(Vocab *v) {
         bool prints = (b > 32 && b < 127) || (b > 160 && b != 173);
         uint32_t code = v->byte_code[b] = prints ? (uint32_t)b : other++;
         v->code_byte[code] = (int16_t)b;
-        Str s = {0};
-        utf8_put(&s, code);
-        v->byte_id[b] = tok_find_piece(v, (Span){s.p, s.n});
-        str_free(&s);
     }
 }
 
@@ -2807,29 +2826,35 @@ static void tok_raw(Encoder *e, Span raw) { // text between special tokens
 enum { TOK_SPECIAL = 1 };               // control tokens written in the text count
 enum { TOK_MAX_TEXT = INT32_MAX / 4 };  // bytes; a space can grow to three, offsets are 32 bits
 
+// Of the entries [lo, hi), which agree in their first n bytes and have more: the first whose next
+// byte is c or above.
+static int special_bound(const Special *s, int lo, int hi, size_t n, int c) {
+    while (lo < hi) {
+        int mid = lo + (hi - lo) / 2;
+        if ((uint8_t)s[mid].text.p[n] >= c) hi = mid;
+        else lo = mid + 1;
+    }
+    return lo;
+}
+
 // The longest special token at byte `at`, of at most `limit` bytes, that may match there: index or
 // -1. Control and unknown tokens need TOK_SPECIAL and bytes of which none is `fixed` (typed by a
 // user). The list is sorted, so each further byte narrows a range of it.
 static int special_at(const Vocab *v, Span text, const uint8_t *fixed, int flags, size_t at,
                       size_t limit) {
+    const Special *s = v->special;
     int lo = 0, hi = v->n_special, best = -1;
     bool control = flags & TOK_SPECIAL;
     for (size_t n = 0; lo < hi; n++) {
-        const Special *s = &v->special[lo];
-        if (s->text.n == n && n && (control || v->type[s->id] == TYPE_USER)) best = lo;
+        if (s[lo].text.n == n) { // the shortest comes first
+            if (control || v->type[s[lo].id] == TYPE_USER) best = lo;
+            if (++lo == hi) break;
+        }
         if (n == limit || at + n == text.n) break;
         if (fixed && fixed[at + n]) control = false;
-        for (int side = 0; side < 2; side++) { // first entry with a byte above or equal, then above
-            int a = lo, b = hi, c = (uint8_t)text.p[at + n] + side;
-            while (a < b) {
-                int mid = a + (b - a) / 2;
-                Span t = v->special[mid].text;
-                if (t.n > n && (uint8_t)t.p[n] >= c) b = mid;
-                else a = mid + 1;
-            }
-            if (side) hi = a;
-            else lo = a;
-        }
+        int c = (uint8_t)text.p[at + n];
+        if ((uint8_t)s[lo].text.p[n] != c) lo = special_bound(s, lo, hi, n, c);
+        if ((uint8_t)s[hi - 1].text.p[n] != c) hi = special_bound(s, lo, hi, n, c + 1);
     }
     return best;
 }
@@ -3699,9 +3724,9 @@ static void tensor_add(Model *m, const Tensor *t) { // to the bytes that a token
     if (f->id != TYPE_F32) m->all_f32 = false;
 }
 
-// Opens a model file; `need` says what has to be there, 0: read what is there. Dies with the reason.
-static void model_open(Model *m, const char *path, const char *tokenizer, int need) {
-    m->file = file_map(path);
+// Opens a mapped model file; `need` says what has to be there, 0: read what is there. Dies with the reason.
+static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
+    m->file = file;
     Reader *r = &m->file;
     if (r->size >= 4 && !memcmp(r->base, "GGUF", 4)) {
         const Gguf *g = m->gguf = gguf_read(r);
@@ -4156,7 +4181,7 @@ static void session_cache(Session *s) {
 }
 
 // One thread a core; a model so small that threads would mostly wait for each other gets one.
-static int default_threads(const Model *m) { return m->weight_bytes < 2000000 ? 1 : core_count(); }
+static int default_threads(const Model *m) { return m->weight_bytes < 16000000 ? 1 : core_count(); }
 
 // A session of seq_len positions; logits for `logit_rows` rows at once.
 static Session *session_new(const Model *m, int seq_len, int chunk, bool half, int threads, int logit_rows) {
@@ -5057,7 +5082,7 @@ static int run(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN);
     interrupt_arm();
     Model m = {0};
-    model_open(&m, o.model, o.tokenizer, modes[mode].need);
+    model_open(&m, file_map(o.model), o.tokenizer, modes[mode].need);
     if (m.warnings.n && !o.quiet) fprintf(stderr, "%s", m.warnings.p);
     int status = modes[mode].run(&o, &m);
     model_close(&m), free(o.stops);
