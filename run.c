@@ -9,6 +9,9 @@
 #else
 #pragma STDC FP_CONTRACT OFF
 #endif
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "run.c reads its little-endian files in place: it needs a little-endian machine"
+#endif
 #define VERSION "0.1"
 /* ------------------------------------------------------------------------------------------------
  * Chapter 1. Ground
@@ -176,10 +179,10 @@ static const uint8_t *rd_bytes(Reader *r, uint64_t n) { // n bytes in place, or 
     return r->base + r->at - n;
 }
 
-static uint64_t rd_uint(Reader *r, int bytes) { // little-endian
+static uint64_t rd_uint(Reader *r, int bytes) { // little-endian, as this machine
     const uint8_t *p = rd_bytes(r, (uint64_t)bytes);
     uint64_t v = 0;
-    for (int i = bytes - 1; p && i >= 0; i--) v = v << 8 | p[i];
+    if (p) memcpy(&v, p, (size_t)bytes);
     return v;
 }
 
@@ -326,16 +329,17 @@ static float rng_float(uint64_t *state) { // [0, 1)
 /* ------------------------------------------------------------------------------------------------
  * Chapter 2. Numbers on disk
  *
- * A weight matrix stays in the mapped file as it was written: rows of floats, or rows of blocks of 32
- * or 256 small integers that share a scale. Whatever knows such a layout, and whatever knows an
+ * A weight matrix stays in the mapped file as it was written: rows of floats, or rows of blocks of
+ * 32 or 256 small integers that share a scale. Whatever knows such a layout, and whatever knows an
  * instruction set, is in this chapter; the rest of the program asks formats[] and kernels[].
- * What the product of a row of weights and a row of activations *is*, to the bit, depends on neither.
- * Float rows: eight lanes, lane k mod 8, one fused multiply-add a weight in rising k, the lanes folded by
- * one fixed tree after every 2,048. Quantised rows meet 16-bit activations in blocks of 32: the products
- * of a block are summed exactly in 32-bit integers, in any order, then one fused multiply-add with the
- * scales goes into lane (block mod 8). The plain C kernels below are that definition. The price is one
- * conversion and one multiply-add a block; it buys the same text on every machine and in every batch.
- * (Where the compiler has no fast fma(), float rows of plain C multiply and add: other last bits.)
+ * What the product of a row of weights and a row of activations *is*, to the bit, depends on
+ * neither. Float rows: eight lanes, lane k mod 8, one fused multiply-add a weight in rising k, the
+ * lanes folded by one fixed tree after every 2,048. Quantised rows meet 16-bit activations in
+ * blocks of 32: the products of a block are summed exactly in 32-bit integers, in any order, then
+ * one fused multiply-add with the scales goes into lane (block mod 8). The plain C kernels below are
+ * that definition. It costs one conversion and one multiply-add a block, and buys the same text on
+ * every machine and in every batch. (Where the compiler has no fast fma(), float rows of plain C
+ * multiply and add: other last bits.)
  */
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HAVE_X86 1
@@ -352,7 +356,7 @@ typedef struct {            // a matrix in the file: [rows][cols], each row a ru
     const uint8_t *data;
     int64_t rows, cols;
     size_t stride;          // bytes a row
-    const uint8_t *scales;  // .bin v2 only: one f32 for every `group` weights, counted through all rows
+    const uint8_t *scales;  // .bin v2 only: one f32 for every `group` weights through all rows
     int group;
 } Tensor;
 
@@ -362,38 +366,40 @@ typedef struct {            // activations: n rows of floats, and the same as 16
     float *x;               // row i at x + i * ldx
     int16_t *q;             // row i at q + i * ldq; a block's 16 even-numbered values, then the odd
     float *dx;              // row i at dx + i * ldb: one scale a block
-    int32_t *sum;           // row i at sum + 2 * i * ldb: [2][ldb] sums of a block's first, second 16
+    int32_t *sum;           // row i at sum + 2 * i * ldb: [2][ldb] a block's first 16, second 16
     int64_t ldx, ldq, ldb;  // in elements; odd numbers of cache lines, so that rows do not collide
 } Acts;
 
-typedef struct {            // one block of the file, opened: weight k is (u[k] - format->offset) * s + m
+typedef struct {            // a block of the file, opened: a weight is (u - format->offset) * s + m
     uint8_t u[256];
     float s[16];            // one for 32 weights, or one for 16 where format->scales is 2
     float m[8];             // one for 32 weights
 } Block;
 
-// Many columns: PANEL_ROWS rows are opened a piece of K at a time into a panel that stays in the near
-// cache while all columns pass; part[] keeps eight lanes of every product between two pieces. Its layout
-// is the business of multiply() and fold() alone.
+// Many columns: PANEL_ROWS rows are opened a piece of K at a time into a panel that stays in the
+// near cache while all columns pass; part[] keeps eight lanes of every product between two pieces.
+// Its layout is the business of multiply() and fold() alone.
 enum { PANEL_ROWS = 32, PANEL_K = 256, PANEL_BLOCKS = 16, PANEL_COLUMNS = 128 };
 typedef union {
     float w[PANEL_ROWS / 2][PANEL_K / 8][2][8]; // pairs of rows, eight weights of each in turn
     struct {                                    // 16 rows side by side: [block][pair][row][which]
-        int16_t q[PANEL_BLOCKS][16][16][2];     // pairs 0-7: weights 0 2, 4 6, ...; 8-15: 1 3, 5 7, ...
+        int16_t q[PANEL_BLOCKS][16][16][2];     // pairs 0-7: weights 0 2, 4 6 ...; 8-15: 1 3, 5 7
         float s[PANEL_BLOCKS][2][16], m[PANEL_BLOCKS][16];
     } half[PANEL_ROWS / 16];
 } Panel;
 
-// dot: y[i * ldy + row[r]] = row row[r] of t times row i of x, for four rows and n <= COLUMNS rows of x
-// from `first` on. pack: rows row ... of t, weights k ... k + len - 1, into a panel; past the last row of
-// t the last is repeated. multiply: part += panel times n rows of x. fold: y = (+=, if more) the lanes.
-enum { COLUMNS = 8 };
+// dot: y[i * ldy + row[r]] = row row[r] of t times row i of x, for four rows and n <= COLUMNS rows
+// of x from `first` on. pack: weights k ... k + len - 1 of rows row ... of t into a panel; past the
+// last row of t the last is repeated. multiply: part += panel times n rows of x. fold: y = the
+// folded lanes (y += them, if more).
+enum { COLUMNS = 4 };
 #define DOT(name) \
-    void name(const Tensor *t, const int64_t *row, const Acts *x, int first, int n, float *y, int64_t ldy)
+    void name(const Tensor *t, const int64_t *row, const Acts *x, int first, int n, float *y, \
+              int64_t ldy)
 #define PACK(name) void name(const Tensor *t, int64_t row, int64_t k, int len, Panel *p)
 #define MULTIPLY(name) \
-    void name(const Format *f, const Panel *p, const Acts *x, int first, int n, int64_t k, int len, \
-              float *part)
+    void name(const Format *f, const Panel *p, const Acts *x, int first, int n, int64_t k,    \
+              int len, float *part)
 #define FOLD(name) void name(const float *part, int n, int rows, bool more, float *y, int64_t ldy)
 #define EXPAND(name) void name(const Tensor *t, int64_t row, int64_t k, int n, float *out)
 #define QUANTISE(name) \
@@ -406,9 +412,9 @@ struct Format {
     int block, bytes;            // weights a block, bytes a block
     bool quantised;              // meets 16-bit activations
     int offset, scales, minimum; // of the integers; scales for 32 weights (1, 2); has a minimum
-    void (*open)(const Tensor *t, const uint8_t *p, Block *b);         // quantised: one block
-    void (*group)(const Tensor *t, const uint8_t *p, int n, Group *g); // the same for n <= 8 x 32 weights
-    EXPAND((*expand));           // weights k ... k + n - 1 of a row as floats; k, n multiples of block
+    void (*open)(const Tensor *t, const uint8_t *p, Block *b);         // quantised: one block; and
+    void (*group)(const Tensor *t, const uint8_t *p, int n, Group *g); // n <= 8 times 32 weights
+    EXPAND((*expand));           // weights k ... k + n - 1 as floats; k, n multiples of block
     DOT((*dot[2]));              // plain C, vector; NULL: the vector code has only panels
 };
 
@@ -424,7 +430,8 @@ static uint16_t u16_at(const uint8_t *p) { return (uint16_t)(p[0] | p[1] << 8); 
 
 static float f16_to_f32(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = h >> 10 & 31, m = h & 1023;
-    if (e == 31) return f32_of_bits(sign | 0x7F800000 | m << 13 | (m ? 0x400000 : 0)); // NaN made quiet
+    // a NaN is made quiet, as the hardware does
+    if (e == 31) return f32_of_bits(sign | 0x7F800000 | m << 13 | (m ? 0x400000 : 0));
     if (e) return f32_of_bits(sign | (e + 112) << 23 | m << 13);
     float f = (float)m * 0x1p-24f;
     return sign ? -f : f;
@@ -470,13 +477,24 @@ static void small_open(const uint8_t *p, bool minimum, bool fifth, Block *b) {
 }
 
 // q4_0, 18 bytes:   | d f16 | 16 bytes of nibbles |
-static void q4_0_open(const Tensor *t, const uint8_t *p, Block *b) { (void)t, small_open(p, 0, 0, b); }
+static void q4_0_open(const Tensor *t, const uint8_t *p, Block *b) {
+    (void)t, small_open(p, 0, 0, b);
+}
+
 // q4_1, 20 bytes:   | d f16 | m f16 | 16 bytes of nibbles |
-static void q4_1_open(const Tensor *t, const uint8_t *p, Block *b) { (void)t, small_open(p, 1, 0, b); }
+static void q4_1_open(const Tensor *t, const uint8_t *p, Block *b) {
+    (void)t, small_open(p, 1, 0, b);
+}
+
 // q5_0, 22 bytes:   | d f16 | 32 fifth bits | 16 bytes of nibbles |
-static void q5_0_open(const Tensor *t, const uint8_t *p, Block *b) { (void)t, small_open(p, 0, 1, b); }
+static void q5_0_open(const Tensor *t, const uint8_t *p, Block *b) {
+    (void)t, small_open(p, 0, 1, b);
+}
+
 // q5_1, 24 bytes:   | d f16 | m f16 | 32 fifth bits | 16 bytes of nibbles |
-static void q5_1_open(const Tensor *t, const uint8_t *p, Block *b) { (void)t, small_open(p, 1, 1, b); }
+static void q5_1_open(const Tensor *t, const uint8_t *p, Block *b) {
+    (void)t, small_open(p, 1, 1, b);
+}
 
 // q8_0, 34 bytes:   | d f16 | 32 signed bytes |
 static void q8_0_open(const Tensor *t, const uint8_t *p, Block *b) {
@@ -485,7 +503,7 @@ static void q8_0_open(const Tensor *t, const uint8_t *p, Block *b) {
     for (int k = 0; k < 32; k++) b->u[k] = p[2 + k] ^ 128;
 }
 
-// bin8, llama2.c's version 2 where no group crosses a row: 32 signed bytes; the scales are elsewhere
+// bin8, llama2.c's version 2 where no group crosses a row: 32 signed bytes; scales are elsewhere
 static float bin8_scale(const Tensor *t, const uint8_t *p) {
     size_t k = (size_t)(p - t->data), g = (size_t)t->group;
     return f32_at(t->scales + 4 * (g & (g - 1) ? k / g : k >> __builtin_ctz((unsigned)g)));
@@ -499,7 +517,7 @@ static void bin8_open(const Tensor *t, const uint8_t *p, Block *b) {
 // The 12 bytes of q4_K and q5_K: a scale and a minimum of 6 bits for each of 8 sub-blocks.
 // bytes 0-3  | sc[4..7] bits 5-4 | sc[0..3]           |
 // bytes 4-7  | mn[4..7] bits 5-4 | mn[0..3]           |
-// bytes 8-11 | mn[4..7] bits 3-0 | sc[4..7] bits 3-0  |     Result: byte i of *sc is sc[i]; same for *mn.
+// bytes 8-11 | mn[4..7] bits 3-0 | sc[4..7] bits 3-0  |     Byte i of *sc becomes sc[i]; *mn too.
 static void k_scales(const uint8_t *p, uint64_t *sc, uint64_t *mn) {
     uint32_t a, b, c;
     memcpy(&a, p, 4), memcpy(&b, p + 4, 4), memcpy(&c, p + 8, 4);
@@ -521,13 +539,13 @@ static void k_open(const uint8_t *p, bool fifth, Block *b) {
     }
 }
 
-// q4_K, 144 bytes:  | d f16 | dmin f16 | 12 bytes of scales | 4 x 32 bytes: low nibbles, then high |
+// q4_K, 144 bytes:  | d f16 | dmin f16 | 12 bytes of scales | 4 x 32 bytes: low nibbles, high |
 static void q4_K_open(const Tensor *t, const uint8_t *p, Block *b) { (void)t, k_open(p, 0, b); }
 // q5_K, 176 bytes:  with 32 bytes of fifth bits before the nibbles: bit i of byte k for sub-block i
 static void q5_K_open(const Tensor *t, const uint8_t *p, Block *b) { (void)t, k_open(p, 1, b); }
 
 // q6_K, 210 bytes:  | 2 x 64 low nibbles | 2 x 32 upper bit pairs | 16 signed scales | d f16 |
-// In each half of 128: four blocks of 32; nibbles of block i in bytes 32 * (i % 2) ..., low for i < 2.
+// In each half of 128: four blocks of 32; nibbles of block i in bytes 32 * (i % 2) ..., low: i < 2
 static void q6_K_open(const Tensor *t, const uint8_t *p, Block *b) {
     (void)t;
     for (int i = 0; i < 16; i++) b->s[i] = f16_at(p + 208) * (float)(int8_t)p[192 + i];
@@ -539,9 +557,9 @@ static void q6_K_open(const Tensor *t, const uint8_t *p, Block *b) {
     }
 }
 
-/* To add a weight format: write NAME_open() above, its plain C loader; NAME_quad() below, its vector
- * loader (and one for its scales, if none there fits); and a line here. The rest follows from the line:
- * name, GGUF type, weights and bytes a block, offset, scales for 32 weights, minimum, scale loader. */
+/* To add a weight format: write NAME_open() above, its plain C loader; NAME_quad() below, its
+ * vector loader (and one for its scales, if none there fits); and a line here. Everything else follows
+ * from: name, GGUF type, weights and bytes a block, offset, scales for 32, minimum, scale loader. */
 #define QUANTISED(X)                           \
     X(q8_0, 8, 32, 34, 128, 1, 0, scales_d)    \
     X(bin8, 1001, 32, 32, 128, 1, 0, scales_bin8) \
@@ -552,8 +570,8 @@ static void q6_K_open(const Tensor *t, const uint8_t *p, Block *b) {
     X(q4_K, 12, 256, 144, 0, 1, 1, scales_k)   \
     X(q5_K, 13, 256, 176, 0, 1, 1, scales_k)   \
     X(q6_K, 14, 256, 210, 32, 2, 0, scales_q6_K)
-// Float formats: name, GGUF type, bytes, the value at p. bin is version 2 whose groups cross rows: it has
-// no dot of its own, its rows are always expanded first.
+// Float formats: name, GGUF type, bytes, the value at p. bin is version 2 whose groups cross rows;
+// it has no vector dot, its rows are always expanded first.
 #define FLOATS(X)                              \
     X(f32, 0, 4, f32_at(p))                    \
     X(f16, 1, 2, f16_at(p))                    \
@@ -605,8 +623,8 @@ static int32_t block_sum(const uint8_t *u, int offset, const int16_t *q, int hal
     return s;
 }
 
-static void block_step_c(const Format *f, const Block *b, int i, const Acts *x, int column, int64_t j,
-                         float *lane) { // block j of the row is number i of b
+static void block_step_c(const Format *f, const Block *b, int i, const Acts *x, int column,
+                         int64_t j, float *lane) { // block j of the row is number i of b
     const int16_t *q = x->q + column * x->ldq + 32 * j;
     const int32_t *sum = x->sum + 2 * column * x->ldb + j;
     float dx = x->dx[column * x->ldb + j];
@@ -646,8 +664,8 @@ static DOT(float_dot_c) {
         }
 }
 
-// 16-bit activations of a row; q: a block's even-numbered values, then its odd. NaN or infinity make the
-// scale NaN, and with it every result.
+// 16-bit activations of a row; q: a block's even-numbered values, then its odd. NaN or infinity
+// make the scale NaN, and with it every result.
 static QUANTISE(quantise_c) {
     for (int64_t j = 0; j < blocks; j++, x += 32, q += 32) {
         float a = 0;
@@ -665,8 +683,8 @@ static QUANTISE(quantise_c) {
 }
 
 #ifdef HAVE_X86
-// ---- AVX2: loaders. Vector code is compiled for its instruction set whatever the command line says;
-// isa_best() looks before any of it runs. A quad is four blocks of 32 weights, as 32 bytes each.
+// ---- AVX2: loaders. Vector code is compiled for its instruction set whatever the command line
+// says; isa_best() looks before any of it runs. A quad is four blocks of 32 weights, a byte each.
 #define AVX2_TARGET __attribute__((target("avx2,fma,f16c")))
 #define AVX2 AVX2_TARGET __attribute__((always_inline)) static inline
 #define AVX2_CALL AVX2_TARGET __attribute__((noinline)) static
@@ -675,7 +693,7 @@ static QUANTISE(quantise_c) {
 #define KEEP(v) (void)(v)
 #else
 #define UNROLL _Pragma("GCC unroll 8")
-#define KEEP(v) __asm__("" : "+v"(v)) // stays in its register: gcc re-associates sums, repeats loads
+#define KEEP(v) __asm__("" : "+v"(v)) // in its register: gcc re-associates sums, repeats loads
 #endif
 
 AVX2 __m256i load32(const void *p) { return _mm256_loadu_si256(p); }
@@ -700,8 +718,8 @@ AVX2 __m256i fifth_bits(const uint8_t *qh) { // byte k becomes 16 where bit k is
     return _mm256_and_si256(_mm256_cmpeq_epi8(v, bit), _mm256_set1_epi8(16));
 }
 
-// Quads: blocks 4h ... 4h+3 of the 8 that begin at p. Only n of the 8 exist: a missing one repeats the
-// last, so that no byte after it is read; its activations are 0 and its scale will be made -0.
+// Quads: blocks 4h ... 4h+3 of the 8 that begin at p. Only n of the 8 exist: a missing one repeats
+// the last, so that no byte after it is read; its activations are 0, its scale will be made -0.
 #define QUAD_OF_BLOCKS(name, bytes, value)                                    \
     AVX2 void name##_quad(const uint8_t *p, int n, int h, __m256i *u) {       \
         UNROLL for (int i = 0; i < 4; i++) {                                  \
@@ -743,14 +761,13 @@ AVX2 void q6_K_quad(const uint8_t *p, int n, int h, __m256i *u) {
     u[3] = or32(high4(b), _mm256_and_si256(_mm256_srli_epi16(high, 2), pair));
 }
 
-// Eight blocks of a row, opened: their bytes; scales s[0] (two where 32 weights have two) and minima
+// Eight blocks of a row, opened: bytes, scales s[0] (s[1] too where 32 weights have two), minima
 struct Group { __m256i u[8]; __m256 s[2], m; };
 
 AVX2 __m256 f16_each(const uint8_t *p, int bytes, int n) { // an f16 from each of 8 blocks
-    uint16_t h[8];
+    int16_t h[8];
     UNROLL for (int i = 0; i < 8; i++) memcpy(h + i, p + bytes * MIN(i, n - 1), 2);
-    return _mm256_cvtph_ps(_mm_setr_epi16((int16_t)h[0], (int16_t)h[1], (int16_t)h[2], (int16_t)h[3],
-                                          (int16_t)h[4], (int16_t)h[5], (int16_t)h[6], (int16_t)h[7]));
+    return _mm256_cvtph_ps(_mm_setr_epi16(h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]));
 }
 
 AVX2 void scales_d(const Tensor *t, const uint8_t *p, int bytes, int n, Group *g) {
@@ -793,14 +810,16 @@ AVX2 void scales_q6_K(const Tensor *t, const uint8_t *p, int bytes, int n, Group
     g->s[1] = _mm256_mul_ps(f16_all(p + 208), _mm256_cvtepi32_ps(second));
 }
 
-// Opens n of the eight blocks at p. f is a constant wherever this is inlined: one case remains. A missing
-// block gets scales of -0; with activations of 0 its step adds -0, which changes no lane, not even -0.
+// Opens n of the eight blocks at p. f is a constant wherever this is inlined: one case remains. A
+// missing block gets scales of -0; with activations of 0 its step adds -0: no lane changes, not
+// even one of -0.
 AVX2 void group_open(int f, const Tensor *t, const uint8_t *p, int n, Group *g) {
     g->s[1] = g->m = _mm256_setzero_ps();
     switch (f) {
 #define X(name, id, block, bytes, offset, per32, minimum, load)                    \
     case F_##name:                                                                 \
-        name##_quad(p, n, 0, g->u), name##_quad(p, n, 1, g->u + 4);                \
+        name##_quad(p, n, 0, g->u);                                                \
+        if (n > 4) name##_quad(p, n, 1, g->u + 4);                                 \
         load(t, p, bytes, n, g);                                                   \
         break;
         QUANTISED(X)
@@ -831,84 +850,107 @@ AVX2 float lanes_fold_avx2(__m256 l) {
 
 typedef struct { int offset, scales, minimum; } Traits;
 
-// Sums of four blocks: eight lanes of products each, folded to two (first half, second half) a block
-AVX2 __m256i quad_sums(const __m256i *u, const int16_t *q) {
-    __m256i v[4];
-    UNROLL for (int i = 0; i < 4; i++) {
-        __m256i even = _mm256_and_si256(u[i], _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(u[i], 8);
-        v[i] = _mm256_add_epi32(_mm256_madd_epi16(even, load32(q + 32 * i)),
-                                _mm256_madd_epi16(odd, load32(q + 32 * i + 16)));
+// The n <= 8 blocks of a group times `cols` columns: lane i of l[c] takes its steps for block j + i
+AVX2 void group_steps(Traits d, int cols, const Group *g, int n, const Acts *x, int64_t first,
+                      int64_t j, float (*l)[LANES]) {
+    __m256i s[2][COLUMNS];
+    UNROLL for (int c = 0; c < cols; c++) s[0][c] = s[1][c] = _mm256_setzero_si256();
+    UNROLL for (int h = 0; h < 2; h++) { // four blocks: exact sums of their first and second 16
+        __m256i even[4], odd[4], v[4];
+        if (n <= 4 * h) break;
+        UNROLL for (int i = 0; i < 4; i++) {
+            even[i] = _mm256_and_si256(g->u[4 * h + i], _mm256_set1_epi16(255));
+            odd[i] = _mm256_srli_epi16(g->u[4 * h + i], 8);
+        }
+        UNROLL for (int c = 0; c < cols; c++) {
+            const int16_t *q = x->q + (first + c) * x->ldq + 32 * (j + 4 * h);
+            UNROLL for (int i = 0; i < 4; i++)
+                v[i] = _mm256_add_epi32(_mm256_madd_epi16(even[i], load32(q + 32 * i)),
+                                        _mm256_madd_epi16(odd[i], load32(q + 32 * i + 16)));
+            v[0] = _mm256_hadd_epi32(v[0], v[1]), v[2] = _mm256_hadd_epi32(v[2], v[3]);
+            s[h][c] = _mm256_hadd_epi32(v[0], v[2]);
+        }
     }
-    return _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
-}
-
-// Eight blocks of a row, j ... j + 7, times one column: lane i takes its steps for block j + i
-AVX2 __m256 group_step(Traits d, const Group *g, const Acts *x, int64_t column, int64_t j, __m256 l) {
-    const int16_t *q = x->q + column * x->ldq + 32 * j;
-    const int32_t *sum = x->sum + 2 * column * x->ldb + j;
-    const __m256 dx = _mm256_loadu_ps(x->dx + column * x->ldb + j);
-    const __m256i offset = _mm256_set1_epi32(d.offset);
-    __m256i a = quad_sums(g->u, q), b = quad_sums(g->u + 4, q + 128);
-    __m256i s0 = _mm256_permute2x128_si256(a, b, 0x20), x0 = load32(sum);
-    __m256i s1 = _mm256_permute2x128_si256(a, b, 0x31), x1 = load32(sum + x->ldb);
-    if (d.scales == 1) s0 = _mm256_add_epi32(s0, s1), x0 = _mm256_add_epi32(x0, x1);
-    if (d.offset) s0 = _mm256_sub_epi32(s0, _mm256_mullo_epi32(x0, offset));
-    l = _mm256_fmadd_ps(_mm256_mul_ps(dx, g->s[0]), _mm256_cvtepi32_ps(s0), l);
-    if (d.scales == 2) {
-        s1 = _mm256_sub_epi32(s1, _mm256_mullo_epi32(x1, offset));
-        l = _mm256_fmadd_ps(_mm256_mul_ps(dx, g->s[1]), _mm256_cvtepi32_ps(s1), l);
+    UNROLL for (int c = 0; c < cols; c++) {
+        const int32_t *sum = x->sum + 2 * (first + c) * x->ldb + j;
+        const __m256 dx = _mm256_loadu_ps(x->dx + (first + c) * x->ldb + j);
+        const __m256i offset = _mm256_set1_epi32(d.offset);
+        __m256i s0 = _mm256_permute2x128_si256(s[0][c], s[1][c], 0x20), x0 = load32(sum);
+        __m256i s1 = _mm256_permute2x128_si256(s[0][c], s[1][c], 0x31), x1 = load32(sum + x->ldb);
+        __m256 lane = _mm256_loadu_ps(l[c]);
+        if (d.scales == 1) s0 = _mm256_add_epi32(s0, s1), x0 = _mm256_add_epi32(x0, x1);
+        if (!d.minimum) s0 = _mm256_sub_epi32(s0, _mm256_mullo_epi32(x0, offset));
+        lane = _mm256_fmadd_ps(_mm256_mul_ps(dx, g->s[0]), _mm256_cvtepi32_ps(s0), lane);
+        if (d.scales == 2) {
+            s1 = _mm256_sub_epi32(s1, _mm256_mullo_epi32(x1, offset));
+            lane = _mm256_fmadd_ps(_mm256_mul_ps(dx, g->s[1]), _mm256_cvtepi32_ps(s1), lane);
+        }
+        if (d.minimum)
+            lane = _mm256_fmadd_ps(_mm256_mul_ps(dx, g->m), _mm256_cvtepi32_ps(x0), lane);
+        _mm256_storeu_ps(l[c], lane);
     }
-    if (d.minimum) l = _mm256_fmadd_ps(_mm256_mul_ps(dx, g->m), _mm256_cvtepi32_ps(x0), l);
-    return l;
 }
 
 AVX2 void prefetch(const uint8_t *p, int bytes) { // 1 KB ahead in each of four streams
     UNROLL for (int i = 0; i < bytes; i += 64) _mm_prefetch((const char *)p + 1024 + i, _MM_HINT_T0);
 }
 
-// Several columns, any format; and the last blocks of a row: groups from block j on
-AVX2_CALL void groups_avx2(const Tensor *t, const int64_t *row, const Acts *x, int first, int n, int64_t j,
-                           float l[4][COLUMNS][LANES]) {
-    const Format *f = t->format;
-    const Traits d = {f->offset, f->scales, f->minimum};
+// Four rows times several columns, each group opened once
+AVX2 void groups(Traits d, const Tensor *t, const uint8_t **p, int bytes, const Acts *x, int first,
+                 int n, float l[4][COLUMNS][LANES]) {
     Group g;
-    for (; j < t->cols / 32; j += 8)
-        for (int r = 0; r < 4; r++) {
-            const uint8_t *p = weight_at(t, row[r], 32 * j, f->block, f->bytes);
-            prefetch(p, f->bytes * 256 / f->block);
-            f->group(t, p, (int)MIN(8, t->cols / 32 - j), &g);
-            for (int c = 0; c < n; c++) {
-                __m256 step = group_step(d, &g, x, first + c, j, _mm256_loadu_ps(l[r][c]));
-                _mm256_storeu_ps(l[r][c], step);
-            }
+    for (int64_t j = 0; j < t->cols / 32; j += 8)
+        for (int r = 0; r < 4; r++, p[r - 1] += bytes) {
+            prefetch(p[r], 8 * 34);
+            const int b = (int)MIN(8, t->cols / 32 - j);
+            t->format->group(t, p[r], b, &g);
+            if (n == 4) group_steps(d, 4, &g, b, x, first, j, l[r]);
+            if (n == 2 || n == 3) group_steps(d, 2, &g, b, x, first, j, l[r]);
+            if (n == 1 || n == 3) group_steps(d, 1, &g, b, x, first + n - 1, j, l[r] + n - 1);
         }
 }
 
-AVX2 void quantised_dot_avx2(int f, int block, int bytes, Traits d, const Tensor *t, const int64_t *row,
-                             const Acts *x, int first, int n, float *y, int64_t ldy) {
-    float l[4][COLUMNS][LANES] = {{{0}}};
-    int64_t j = 0;
-    if (n == 1) {
-        const uint8_t *p[4];
-        for (int r = 0; r < 4; r++) p[r] = weight_at(t, row[r], 0, 1, 1);
-        for (; j + 8 <= t->cols / 32; j += 8)
-            for (int r = 0; r < 4; r++) {
-                Group g;
-                prefetch(p[r], bytes * 256 / block);
-                group_open(f, t, p[r], 8, &g);
-                _mm256_storeu_ps(l[r][0], group_step(d, &g, x, first, j, _mm256_loadu_ps(l[r][0])));
-                p[r] += bytes * 256 / block;
-            }
+AVX2_CALL void groups_avx2(const Tensor *t, const uint8_t **p, int bytes, const Acts *x, int first,
+                           int n, float l[4][COLUMNS][LANES]) {
+    const Format *f = t->format;
+    if (f->scales == 2) groups((Traits){f->offset, 2, 0}, t, p, bytes, x, first, n, l);
+    else if (f->minimum) groups((Traits){0, 1, 1}, t, p, bytes, x, first, n, l);
+    else groups((Traits){f->offset, 1, 0}, t, p, bytes, x, first, n, l);
+}
+
+// One column, the case of decode, is compiled for each format. bytes: of eight blocks of 32 weights
+AVX2 void quantised_dot_avx2(int f, int bytes, int block, Traits d, const Tensor *t,
+                             const int64_t *row, const Acts *x, int first, int n, float *y,
+                             int64_t ldy) {
+    float l[4][COLUMNS][LANES];
+    const uint8_t *p[4];
+    int64_t blocks = t->cols / 32, j = 0;
+    for (int r = 0; r < 4; r++) {
+        p[r] = t->data + (size_t)row[r] * t->stride;
+        for (int c = 0; c < n; c++) _mm256_storeu_ps(l[r][c], _mm256_setzero_ps());
     }
-    if (j < t->cols / 32) groups_avx2(t, row, x, first, n, j, l);
+    if (n > 1) groups_avx2(t, p, bytes, x, first, n, l), j = blocks;
+    for (; j + 8 <= blocks; j += 8)
+        for (int r = 0; r < 4; r++, p[r - 1] += bytes) {
+            Group g;
+            prefetch(p[r], bytes);
+            group_open(f, t, p[r], 8, &g);
+            group_steps(d, 1, &g, 8, x, first, j, l[r]);
+        }
+    for (int r = 0; block == 32 && j < blocks && r < 4; r++) {
+        Group g;
+        group_open(f, t, p[r], (int)(blocks - j), &g);
+        group_steps(d, 1, &g, (int)(blocks - j), x, first, j, l[r]);
+    }
     for (int c = 0; c < n; c++)
-        for (int r = 0; r < 4; r++) y[(first + c) * ldy + row[r]] = lanes_fold(l[r][c]);
+        for (int r = 0; r < 4; r++)
+            y[(first + c) * ldy + row[r]] = lanes_fold_avx2(_mm256_loadu_ps(l[r][c]));
 }
 
 #define X(name, id, block, bytes, offset, scales, minimum, load)                                   \
     AVX2_CALL DOT(name##_dot) {                                                                    \
         const Traits d = {offset, scales, minimum};                                                \
-        quantised_dot_avx2(F_##name, block, bytes, d, t, row, x, first, n, y, ldy);                \
+        quantised_dot_avx2(F_##name, bytes * 256 / block, block, d, t, row, x, first, n, y, ldy);  \
     }
 QUANTISED(X)
 #undef X
@@ -920,7 +962,7 @@ AVX2 __m256 float8(int f, const uint8_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
 }
 
-// Four rows times cols columns, eight weights a step, `step` bytes apart; l: eight lanes of each product
+// Four rows times cols columns, eight weights a step, `step` bytes apart; l: lanes of each product
 AVX2 void float_steps(int f, int step, int cols, const uint8_t *const *w, int len, const float *x,
                       int64_t ldx, __m256 l[4][3]) {
     for (int i = 0; i < len / 8; i++) {
@@ -933,9 +975,9 @@ AVX2 void float_steps(int f, int step, int cols, const uint8_t *const *w, int le
     }
 }
 
-// The same from the file, up to FLOAT_BLOCK weights, folded; the last len % 8 are padded with -0 and 0
-AVX2 void float_block(int f, int size, int cols, const Tensor *t, const int64_t *row, int64_t k, int len,
-                      const float *x, int64_t ldx, float *total) {
+// The same from the file for up to FLOAT_BLOCK weights, folded; the last are padded with -0 times 0
+AVX2 void float_block(int f, int size, int cols, const Tensor *t, const int64_t *row, int64_t k,
+                      int len, const float *x, int64_t ldx, float *total) {
     const uint8_t *w[4];
     __m256 l[4][3];
     UNROLL for (int r = 0; r < 4; r++) {
@@ -962,8 +1004,8 @@ AVX2 void float_block(int f, int size, int cols, const Tensor *t, const int64_t 
         }
 }
 
-AVX2 void float_dot_avx2(int f, int size, const Tensor *t, const int64_t *row, const Acts *x, int first,
-                         int n, float *y, int64_t ldy) {
+AVX2 void float_dot_avx2(int f, int size, const Tensor *t, const int64_t *row, const Acts *x,
+                         int first, int n, float *y, int64_t ldy) {
     float total[4 * COLUMNS];
     for (int64_t k = 0; k < t->cols; k += FLOAT_BLOCK)
         for (int c = 0; c < n; c += 3) {
@@ -994,7 +1036,8 @@ AVX2_CALL QUANTISE(quantise_avx2) {
             m = _mm256_max_epi32(m, _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF)));
         }
         __m128i z = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
-        z = _mm_max_epi32(z, _mm_shuffle_epi32(z, 0x4E)), z = _mm_max_epi32(z, _mm_shuffle_epi32(z, 0xB1));
+        z = _mm_max_epi32(z, _mm_shuffle_epi32(z, 0x4E));
+        z = _mm_max_epi32(z, _mm_shuffle_epi32(z, 0xB1));
         float a = _mm_cvtss_f32(_mm_castsi128_ps(z));
         if (!(a >= 0x1p-100f && a < INFINITY)) { // rare: the definition does it
             quantise_c(x, 1, q, dx + j, sum + j, ldb);
@@ -1002,13 +1045,14 @@ AVX2_CALL QUANTISE(quantise_avx2) {
         }
         dx[j] = a / 32767;
         __m256 r = _mm256_set1_ps(32767 / a);
-        UNROLL for (int i = 0; i < 4; i++) // integers from here on, in float clothes for the shuffle
+        UNROLL for (int i = 0; i < 4; i++) // now integers in float clothes, for the shuffle
             v[i] = _mm256_castsi256_ps(_mm256_cvtps_epi32(_mm256_mul_ps(v[i], r)));
         __m256 e0 = _mm256_shuffle_ps(v[0], v[1], 0x88), e1 = _mm256_shuffle_ps(v[2], v[3], 0x88);
         __m256 o0 = _mm256_shuffle_ps(v[0], v[1], 0xDD), o1 = _mm256_shuffle_ps(v[2], v[3], 0xDD);
         __m256i even = _mm256_packs_epi32(_mm256_castps_si256(e0), _mm256_castps_si256(e1));
         __m256i odd = _mm256_packs_epi32(_mm256_castps_si256(o0), _mm256_castps_si256(o1));
-        even = _mm256_permutevar8x32_epi32(even, order), odd = _mm256_permutevar8x32_epi32(odd, order);
+        even = _mm256_permutevar8x32_epi32(even, order);
+        odd = _mm256_permutevar8x32_epi32(odd, order);
         _mm256_storeu_si256((__m256i *)q, even), _mm256_storeu_si256((__m256i *)(q + 16), odd);
         __m256i s = _mm256_add_epi32(_mm256_madd_epi16(even, one), _mm256_madd_epi16(odd, one));
         s = _mm256_hadd_epi32(s, s), s = _mm256_hadd_epi32(s, s);
@@ -1017,7 +1061,8 @@ AVX2_CALL QUANTISE(quantise_avx2) {
 }
 
 // ---- AVX2: panels of floats. A tile is 4 rows x 3 columns; part[column][row][lane].
-AVX2 void float_pack_rows(int f, int size, const Tensor *t, int64_t row, int64_t k, int len, Panel *p) {
+AVX2 void float_pack_rows(int f, int size, const Tensor *t, int64_t row, int64_t k, int len,
+                          Panel *p) {
     for (int r = 0; r < PANEL_ROWS; r++) {
         const int64_t at = MIN(row + r, t->rows - 1);
         const uint8_t *in = weight_at(t, at, k, 1, size);
@@ -1043,10 +1088,12 @@ AVX2_CALL PACK(float_pack_avx2) {
 // The tail of a row of x, so that no stranger's NaN is multiplied by 0
 static void rest_copy(int cols, const float *x, int64_t ldx, int len, float *rest) {
     for (int c = 0; c < cols; c++)
-        for (int i = 0; i < 8; i++) rest[8 * c + i] = i < len % 8 ? x[c * ldx + len / 8 * 8 + i] : 0;
+        for (int i = 0; i < 8; i++)
+            rest[8 * c + i] = i < len % 8 ? x[c * ldx + len / 8 * 8 + i] : 0;
 }
 
-AVX2 void float_tile(int cols, const Panel *p, int row, int len, const float *x, int64_t ldx, float *acc) {
+AVX2 void float_tile(int cols, const Panel *p, int row, int len, const float *x, int64_t ldx,
+                     float *acc) {
     const uint8_t *w[4];
     __m256 l[4][3];
     UNROLL for (int r = 0; r < 4; r++) {
@@ -1087,12 +1134,13 @@ AVX2_CALL FOLD(float_fold_avx2) {
         }
 }
 
-// ---- AVX2: panels of integers. Pairs of weights of 16 rows lie side by side; a pair of activations is
-// broadcast and multiplied with all: no horizontal sums. part[tile][half][lane][column][row].
+// ---- AVX2: panels of integers. Pairs of weights of 16 rows lie side by side; a pair of
+// activations is broadcast and multiplied with all. part[tile][half][lane][column][row].
 AVX2 void transpose8(__m256i *v) { // 8 x 8 of 32 bits
     __m256i a[8], b[8];
     UNROLL for (int i = 0; i < 8; i += 2)
-        a[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]), a[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+        a[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]),
+        a[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
     UNROLL for (int i = 0; i < 8; i += 4) {
         b[i] = _mm256_unpacklo_epi64(a[i], a[i + 2]);
         b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
@@ -1108,10 +1156,12 @@ AVX2 void transpose8(__m256i *v) { // 8 x 8 of 32 bits
 // Stores eight vectors, one a row, as columns of eight rows, `step` words apart
 AVX2 void columns_store(__m256i *v, void *out, int step) {
     transpose8(v);
-    UNROLL for (int i = 0; i < 8; i++) _mm256_storeu_si256((__m256i *)((int32_t *)out + i * step), v[i]);
+    UNROLL for (int i = 0; i < 8; i++)
+        _mm256_storeu_si256((__m256i *)((int32_t *)out + i * step), v[i]);
 }
 
-AVX2 void groups_pack(const Format *f, const Group *g, int n, int block, int r, Panel *p) { // eight rows
+// Eight rows of n blocks
+AVX2 void groups_pack(const Format *f, const Group *g, int n, int block, int r, Panel *p) {
     const __m256i offset = _mm256_set1_epi16((int16_t)f->offset), byte = _mm256_set1_epi16(255);
     __m256i v[8];
     for (int i = 0; i < n; i++) {
@@ -1133,24 +1183,26 @@ AVX2 void groups_pack(const Format *f, const Group *g, int n, int block, int r, 
 
 AVX2_CALL PACK(quantised_pack_avx2) {
     const Format *f = t->format;
+    const size_t at = (size_t)(k / f->block * f->bytes);
+    const size_t bytes = (size_t)(256 / f->block * f->bytes);
     Group g[8];
     for (int r = 0; r < PANEL_ROWS; r += 8)
         for (int b = 0; b < len / 32; b += 8) {
             int n = MIN(8, len / 32 - b);
             for (int i = 0; i < 8; i++) {
-                int64_t at = MIN(row + r + i, t->rows - 1);
-                f->group(t, weight_at(t, at, k + 32 * b, f->block, f->bytes), n, &g[i]);
+                const uint8_t *in = weight_at(t, MIN(row + r + i, t->rows - 1), 0, 1, 0);
+                f->group(t, in + at + (size_t)(b / 8) * bytes, n, &g[i]);
             }
             groups_pack(f, g, n, b, r, p);
         }
 }
 
-#ifndef DOTS_AVX2
-#define DOTS_AVX2 6
-#define DOTS_512 4
-#endif
 enum { TILE = 4, TILE_512 = 8 }; // columns
-typedef struct { const int16_t *q[TILE_512]; const float *dx[TILE_512]; const int32_t *sum[TILE_512]; } Tile;
+typedef struct {
+    const int16_t *q[TILE_512];
+    const float *dx[TILE_512];
+    const int32_t *sum[TILE_512];
+} Tile;
 
 // Columns first ... of a tile; past the last its products are made again, for nobody
 static Tile tile_at(const Acts *x, int first, int n, int64_t k) {
@@ -1178,12 +1230,14 @@ AVX2 void pairs_avx2(const int16_t (*w)[2], const int16_t *const *q, int at, __m
 }
 
 // A block is done: lane += dx * scale * sum for 16 rows and the columns of the tile
-AVX2 void step_avx2(__m256i s[TILE][2], const float *scale, const float *const *dx, int block, float *l) {
+AVX2 void step_avx2(__m256i s[TILE][2], const float *scale, const float *const *dx, int block,
+                    float *l) {
     UNROLL for (int c = 0; c < TILE; c++) {
         __m256 d = _mm256_broadcast_ss(dx[c] + block);
         UNROLL for (int i = 0; i < 2; i++) {
             float *lane = l + 16 * c + 8 * i;
-            __m256 w = _mm256_mul_ps(d, _mm256_loadu_ps(scale + 8 * i)), v = _mm256_cvtepi32_ps(s[c][i]);
+            __m256 w = _mm256_mul_ps(d, _mm256_loadu_ps(scale + 8 * i));
+            __m256 v = _mm256_cvtepi32_ps(s[c][i]);
             _mm256_storeu_ps(lane, _mm256_fmadd_ps(w, v, _mm256_loadu_ps(lane)));
             s[c][i] = _mm256_setzero_si256();
         }
@@ -1194,7 +1248,8 @@ AVX2 void tile_avx2(int scales, int minimum, const Panel *p, int half, int block
                     int64_t ldb, float *lanes) {
     const int16_t *q[TILE];
     __m256i s[TILE][2];
-    UNROLL for (int c = 0; c < TILE; c++) q[c] = a->q[c], s[c][0] = s[c][1] = _mm256_setzero_si256();
+    UNROLL for (int c = 0; c < TILE; c++)
+        q[c] = a->q[c], s[c][0] = s[c][1] = _mm256_setzero_si256();
     for (int b = 0; b < blocks; b++) {
         float *l = lanes + b % 8 * TILE * 16;
         UNROLL for (int h = 0; h < scales; h++) { // pairs of a half: 0-3, 8-11; 4-7, 12-15
@@ -1227,7 +1282,8 @@ AVX2_CALL MULTIPLY(quantised_multiply_avx2) {
 AVX2 void quantised_fold(int tile, const float *part, int n, int rows, float *y, int64_t ldy) {
     for (int c = 0; c < n; c++)
         for (int r = 0; r < rows; r += 8) {
-            const float *p = part + ((c / tile * 2 + r / 16) * LANES * tile + c % tile) * 16 + r % 16;
+            const int at = (c / tile * 2 + r / 16) * LANES * tile + c % tile;
+            const float *p = part + at * 16 + r % 16;
             __m256 l[LANES];
             float out[8];
             UNROLL for (int i = 0; i < LANES; i++) l[i] = _mm256_loadu_ps(p + i * tile * 16);
@@ -1240,9 +1296,10 @@ AVX2 void quantised_fold(int tile, const float *part, int n, int rows, float *y,
 
 AVX2_CALL FOLD(quantised_fold_avx2) { (void)more, quantised_fold(TILE, part, n, rows, y, ldy); }
 
-// ---- AVX-512: panels only, both halves at once and more columns a tile. A dot waits for memory, and
-// AVX2's does; layouts and loaders are AVX2's too.
-#define AVX512_TARGET __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
+// ---- AVX-512: panels only, both halves at once and more columns a tile. A dot waits for memory:
+// there AVX2 is enough. Layouts and loaders are AVX2's too.
+#define AVX512_TARGET \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 #define AVX512 AVX512_TARGET __attribute__((always_inline)) static inline
 #define AVX512_CALL AVX512_TARGET __attribute__((noinline)) static
 enum { FLOAT_TILE_512 = 6 }; // columns; a tile is 8 rows high, a register eight lanes of two rows
@@ -1262,7 +1319,8 @@ AVX512 void float_steps_512(int cols, const float *w, int len, const float *x, i
     }
 }
 
-AVX512 void float_tile_512(int cols, const float *w, int len, const float *x, int64_t ldx, float *acc) {
+AVX512 void float_tile_512(int cols, const float *w, int len, const float *x, int64_t ldx,
+                           float *acc) {
     __m512 l[4][FLOAT_TILE_512];
     UNROLL for (int r = 0; r < 4; r++)
         UNROLL for (int c = 0; c < cols; c++)
@@ -1292,7 +1350,8 @@ AVX512_CALL MULTIPLY(float_multiply_512) {
     }
 }
 
-AVX512 void pairs_512(int cols, const Panel *p, int b, int pair, const Tile *a, __m512i s[TILE_512][2]) {
+AVX512 void pairs_512(int cols, const Panel *p, int b, int pair, const Tile *a,
+                      __m512i s[TILE_512][2]) {
     __m512i w0 = _mm512_loadu_si512(p->half[0].q[b][pair]);
     __m512i w1 = _mm512_loadu_si512(p->half[1].q[b][pair]);
     UNROLL for (int c = 0; c < cols; c++) {
@@ -1337,8 +1396,8 @@ AVX512 void tile_512(int cols, int scales, int minimum, const Panel *p, int bloc
     }
 }
 
-AVX512 void tiles_512(int scales, int minimum, const Panel *p, int blocks, const Acts *x, int first, int n,
-                      int64_t k, float *part) {
+AVX512 void tiles_512(int scales, int minimum, const Panel *p, int blocks, const Acts *x, int first,
+                      int n, int64_t k, float *part) {
     for (int c = 0; c < n; c += TILE_512) {
         float *lanes = part + 2 * c * LANES * 16;
         Tile a = tile_at(x, first + c, n - c, k);
@@ -1361,6 +1420,7 @@ AVX2_CALL FOLD(quantised_fold_512) { (void)more, quantised_fold(TILE_512, part, 
 
 // ---- the tables
 typedef struct {
+    int above; // so many columns, panels are faster than dots (measured)
     PACK((*pack));
     MULTIPLY((*multiply));
     FOLD((*fold));
@@ -1368,17 +1428,16 @@ typedef struct {
 
 static const struct {
     QUANTISE((*quantise));
-    int dots;              // up to so many columns by dots, more by panels
     PanelKernels panel[2]; // of floats, of integers
 } kernels[ISA_COUNT] = {
-    {quantise_c, INT_MAX, {{NULL, NULL, NULL}, {NULL, NULL, NULL}}},
+    {quantise_c, {{INT_MAX, NULL, NULL, NULL}, {INT_MAX, NULL, NULL, NULL}}},
 #ifdef HAVE_X86
-    {quantise_avx2, DOTS_AVX2,
-     {{float_pack_avx2, float_multiply_avx2, float_fold_avx2},
-      {quantised_pack_avx2, quantised_multiply_avx2, quantised_fold_avx2}}},
-    {quantise_avx2, DOTS_512,
-     {{float_pack_avx2, float_multiply_512, float_fold_avx2},
-      {quantised_pack_avx2, quantised_multiply_512, quantised_fold_512}}},
+    {quantise_avx2,
+     {{16, float_pack_avx2, float_multiply_avx2, float_fold_avx2},
+      {6, quantised_pack_avx2, quantised_multiply_avx2, quantised_fold_avx2}}},
+    {quantise_avx2,
+     {{12, float_pack_avx2, float_multiply_512, float_fold_avx2},
+      {4, quantised_pack_avx2, quantised_multiply_512, quantised_fold_512}}},
 #endif
 };
 
@@ -1722,16 +1781,16 @@ static const VecOps vec_ops[ISA_COUNT] = {
 /* ------------------------------------------------------------------------------------------------
  * Chapter 3. Vectors and matrices
  *
- * Nearly all time goes into one operation: rows of weights times rows of activations. For few rows of
- * activations it is a read of the weights, and what counts is to keep the memory busy: a thread walks
- * four far streams of rows at once, because the prefetcher starts anew at every page. For many rows it
- * is arithmetic: weights are opened once into panels that stay in the cache while all rows pass. Which
- * way is taken, how rows are shared out and how many threads there are cannot be seen in the result.
- * Products that read the same activations (q, k and v; gate and up) are given as one list and shared
- * out together, so that threads meet once and not once a matrix.
+ * Nearly all time goes into one operation: rows of weights times rows of activations. For few rows
+ * of activations it is a read of the weights, and what counts is to keep the memory busy: a thread
+ * walks four far streams of rows at once, because the prefetcher starts anew at every page. For many
+ * rows it is arithmetic: weights are opened once into panels that stay in the cache while all rows
+ * pass. Which way is taken, how rows are shared out and how many threads there are cannot be seen in
+ * the result. Products that read the same activations (q, k and v; gate and up) are given as one
+ * list and shared out together, so that threads meet once and not once a matrix.
  */
 
-// Bytes of a row: an odd number of cache lines, so that rows of 4,096 bytes do not meet in one cache set
+// Bytes of a row: an odd number of cache lines, so that long rows do not share their cache sets
 static int64_t odd_lines(int64_t bytes) {
     return ((bytes + 63) / 64 | 1) * 64;
 }
@@ -1786,10 +1845,10 @@ enum { STREAM_ROWS = 16 }; // rows of each of the four streams in a ticket
 
 static bool by_panels(const Worker *w, const Acts *x, const Format *f) {
     int isa = w->team->isa;
-    return isa != ISA_C && (x->n > kernels[isa].dots || !f->dot[1]);
+    return isa != ISA_C && (x->n > kernels[isa].panel[f->quantised].above || !f->dot[1]);
 }
 
-// Rows a ticket. Small matrices are cut finer, so that the last tickets do not leave threads waiting.
+// Rows a ticket. Small matrices are cut finer, so that no thread waits long for the last ticket.
 static int64_t ticket_rows(const Worker *w, const Acts *x, const Tensor *t) {
     if (by_panels(w, x, t->format)) return PANEL_ROWS;
     return MAX(4, MIN(STREAM_ROWS, t->rows / 4 / (8 * w->team->n)));
@@ -1809,18 +1868,20 @@ static void product_dots(const Worker *w, const Acts *x, const Product *p, long 
     for (int64_t i = ticket * each; i < MIN(quarter, (ticket + 1) * each); i++) {
         int64_t row[4];
         for (int r = 0; r < 4; r++) row[r] = MIN(t->rows - 1, i + r * quarter);
-        for (int c = 0; c < x->n; c += COLUMNS) dot(t, row, x, c, MIN(COLUMNS, x->n - c), p->y, p->ldy);
+        for (int c = 0; c < x->n; c += COLUMNS)
+            dot(t, row, x, c, MIN(COLUMNS, x->n - c), p->y, p->ldy);
     }
 }
 
-// PANEL_ROWS rows against all columns, PANEL_COLUMNS of them at a time so that their lanes stay near.
+// PANEL_ROWS rows against all columns, PANEL_COLUMNS at a time so that their lanes stay near.
 // Float lanes are folded at every FLOAT_BLOCK, integer lanes at the end of the row.
 static void product_panels(const Worker *w, const Acts *x, const Product *p, long ticket) {
     const Tensor *t = p->w;
     const bool quantised = t->format->quantised;
     const PanelKernels *k = &kernels[w->team->isa].panel[quantised];
     const int64_t row = ticket * PANEL_ROWS, fold_every = quantised ? INT64_MAX : FLOAT_BLOCK;
-    const int step = quantised ? 32 * PANEL_BLOCKS : PANEL_K, rows = (int)MIN(PANEL_ROWS, t->rows - row);
+    const int step = quantised ? 32 * PANEL_BLOCKS : PANEL_K;
+    const int rows = (int)MIN(PANEL_ROWS, t->rows - row);
     Scratch *s = (Scratch *)(void *)w->scratch;
     for (int first = 0; first < x->n; first += PANEL_COLUMNS) {
         const int n = MIN(PANEL_COLUMNS, x->n - first);
@@ -1828,7 +1889,7 @@ static void product_panels(const Worker *w, const Acts *x, const Product *p, lon
         for (int64_t at = 0; at < t->cols; at += step) {
             const int len = (int)MIN(step, t->cols - at);
             if (at % fold_every == 0)
-                memset(s->part, 0, sizeof *s->part * (size_t)((n + 7) / 8 * 8 * PANEL_ROWS * LANES));
+                memset(s->part, 0, sizeof(float) * PANEL_ROWS * LANES * (size_t)((n + 7) / 8 * 8));
             k->pack(t, row, at, len, &s->panel);
             k->multiply(t->format, &s->panel, x, first, n, at, len, s->part);
             if ((at + len) % fold_every == 0 || at + len == t->cols)
@@ -1842,7 +1903,8 @@ static void matmul(Worker *w, const Acts *x, const Product *list, int count) {
     for (;;) {
         long ticket = team_take(w->team), tickets;
         int i = 0;
-        for (; i < count && ticket >= (tickets = product_tickets(w, x, list[i].w)); i++) ticket -= tickets;
+        for (; i < count && ticket >= (tickets = product_tickets(w, x, list[i].w)); i++)
+            ticket -= tickets;
         if (i == count) break;
         if (by_panels(w, x, list[i].w->format)) product_panels(w, x, &list[i], ticket);
         else product_dots(w, x, &list[i], ticket);
@@ -2508,6 +2570,12 @@ static void vocab_stops(Vocab *v) {
     if (end >= 0 && end != v->eos && (harmony || solar)) v->stop[end] = false;
 }
 
+// How a special token is written: tokenizer.bin has newlines around <s> and </s>, for display.
+static Span tok_spelling(const Vocab *v, int id) {
+    Span s = v->text[id];
+    return v->bin && s.n > 2 && v->type[id] == TYPE_CONTROL ? (Span){s.p + 1, s.n - 2} : s;
+}
+
 static int special_compare(const void *a, const void *b) {
     const Special *x = a, *y = b;
     int order = memcmp(x->text.p, y->text.p, MIN(x->text.n, y->text.n));
@@ -2520,9 +2588,10 @@ static void vocab_specials(Vocab *v) { // control, unknown and user-defined toke
     v->special = xalloc((size_t)v->size, sizeof *v->special);
     for (int id = 0; id < v->size; id++) {
         int t = v->type[id];
-        if (!v->text[id].n || (t != TYPE_CONTROL && t != TYPE_UNKNOWN && t != TYPE_USER)) continue;
-        v->special[v->n_special++] = (Special){v->text[id], id};
-        v->special_first[(uint8_t)v->text[id].p[0]] = true;
+        Span text = tok_spelling(v, id);
+        if (!text.n || (t != TYPE_CONTROL && t != TYPE_UNKNOWN && t != TYPE_USER)) continue;
+        v->special[v->n_special++] = (Special){text, id};
+        v->special_first[(uint8_t)text.p[0]] = true;
     }
     qsort(v->special, (size_t)v->n_special, sizeof *v->special, special_compare);
     int n = 0; // of equal texts the first id stays
@@ -2580,8 +2649,10 @@ static void vocab_check_count(const char *name, const char *what, uint64_t n, ui
 // `name`: of the file, for messages. Warnings are appended, one line each. Texts stay in the file.
 static void vocab_from_gguf(Vocab *v, const VocabFile *f, const char *name, Str *warnings) {
     *v = (Vocab){0};
+    vocab_new(v, 0);
     if (span_is(f->model, "no_vocab") || span_is(f->model, "none") || (!f->model.n && !f->n_tokens))
         return;
+    vocab_free(v);
     v->plain = span_is(f->model, "gemma4");
     v->kind = span_is(f->model, "llama") ? VOCAB_SPM : VOCAB_BPE;
     if (v->kind == VOCAB_BPE && !v->plain && !span_is(f->model, "gpt2"))
@@ -2655,6 +2726,7 @@ static void vocab_from_bin(Vocab *v, Reader *r, int vocab_size) {
     rd_check(r);
     vocab_index(v);
     vocab_glue(v);
+    vocab_specials(v);
     v->unk = 0, v->bos = vocab_size > 1 ? 1 : NO_TOKEN, v->eos = vocab_size > 2 ? 2 : NO_TOKEN;
     if (v->eos >= 0) v->stop[v->eos] = true;
 }
@@ -2803,9 +2875,12 @@ static void tok_spaced(Encoder *e, Span raw) {
     Str *s = &e->text;
     s->n = 0;
     if (v->space_prefix) str_add(s, space.p, space.n);
-    for (size_t i = 0; i < raw.n; i++)
-        if (raw.p[i] == ' ') str_add(s, space.p, space.n);
+    for (size_t i = 0; i < raw.n; i++) {
+        bool bar = raw.n - i >= 3 && !memcmp(raw.p + i, TOK_BAR, 3); // SentencePiece reads it as a space
+        if (bar) i += 2;
+        if (bar || raw.p[i] == ' ') str_add(s, space.p, space.n);
         else str_add(s, raw.p + i, 1);
+    }
     for (size_t i = 1, from = 0; from < s->n; i++) {
         const char *p = s->p + i;
         bool cut = i == s->n || (v->plain && (p[0] == '\n') != (p[-1] == '\n'));
@@ -3156,25 +3231,25 @@ typedef struct {
     bool optional;
 } Part;
 
-#define MATRIX(name, field, rows, cols) {name, offsetof(Layer, field), rows, cols, false}
-#define VECTOR(name, field, cols, optional) {name, offsetof(Layer, field), NO_DIM, cols, optional}
+#define PART_MATRIX(name, field, rows, cols) {name, offsetof(Layer, field), rows, cols, false}
+#define PART_VECTOR(name, field, cols, optional) {name, offsetof(Layer, field), NO_DIM, cols, optional}
 enum { ATTN_NORM, WQ, WK, WV, WO, FFN_NORM, W1, W2, W3 }; // the order of .bin v0
 
 /* To add a part: a field in Layer, a row here, its use in chapter 6. */
 static const Part parts[] = {
-    [ATTN_NORM] = VECTOR("attn_norm.weight", attn_norm, DIM, false),
-    [WQ] = MATRIX("attn_q.weight", wq, Q_DIM, DIM),
-    [WK] = MATRIX("attn_k.weight", wk, KV_DIM, DIM),
-    [WV] = MATRIX("attn_v.weight", wv, KV_DIM, DIM),
-    [WO] = MATRIX("attn_output.weight", wo, DIM, Q_DIM),
-    [FFN_NORM] = VECTOR("ffn_norm.weight", ffn_norm, DIM, false),
-    [W1] = MATRIX("ffn_gate.weight", w1, HIDDEN, DIM),
-    [W2] = MATRIX("ffn_down.weight", w2, DIM, HIDDEN),
-    [W3] = MATRIX("ffn_up.weight", w3, HIDDEN, DIM),
-    VECTOR("attn_q.bias", bq, Q_DIM, true), VECTOR("attn_k.bias", bk, KV_DIM, true),
-    VECTOR("attn_v.bias", bv, KV_DIM, true), VECTOR("attn_output.bias", bo, DIM, true),
-    VECTOR("ffn_gate.bias", b1, HIDDEN, true), VECTOR("ffn_down.bias", b2, DIM, true),
-    VECTOR("ffn_up.bias", b3, HIDDEN, true),
+    [ATTN_NORM] = PART_VECTOR("attn_norm.weight", attn_norm, DIM, false),
+    [WQ] = PART_MATRIX("attn_q.weight", wq, Q_DIM, DIM),
+    [WK] = PART_MATRIX("attn_k.weight", wk, KV_DIM, DIM),
+    [WV] = PART_MATRIX("attn_v.weight", wv, KV_DIM, DIM),
+    [WO] = PART_MATRIX("attn_output.weight", wo, DIM, Q_DIM),
+    [FFN_NORM] = PART_VECTOR("ffn_norm.weight", ffn_norm, DIM, false),
+    [W1] = PART_MATRIX("ffn_gate.weight", w1, HIDDEN, DIM),
+    [W2] = PART_MATRIX("ffn_down.weight", w2, DIM, HIDDEN),
+    [W3] = PART_MATRIX("ffn_up.weight", w3, HIDDEN, DIM),
+    PART_VECTOR("attn_q.bias", bq, Q_DIM, true), PART_VECTOR("attn_k.bias", bk, KV_DIM, true),
+    PART_VECTOR("attn_v.bias", bv, KV_DIM, true), PART_VECTOR("attn_output.bias", bo, DIM, true),
+    PART_VECTOR("ffn_gate.bias", b1, HIDDEN, true), PART_VECTOR("ffn_down.bias", b2, DIM, true),
+    PART_VECTOR("ffn_up.bias", b3, HIDDEN, true),
 };
 
 static int64_t part_size(const Layer *l, int dim, int what) {
@@ -4371,7 +4446,7 @@ static void render_form(Rendering *r, const Vocab *v, const char *form) {
     for (const char *brace; (brace = strchr(form, '{')); form = brace + 5) {
         render_bytes(r, (Span){form, (size_t)(brace - form)}, false);
         int id = brace[1] == 'b' ? v->bos : v->eos; // {bos} or {eos}
-        if (id >= 0) render_bytes(r, v->text[id], false);
+        if (id >= 0) render_bytes(r, tok_spelling(v, id), false);
     }
     render_bytes(r, (Span){form, strlen(form)}, false);
 }

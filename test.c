@@ -1,4 +1,4 @@
-/* test.c: the tests of run.c, which it includes. `make test` runs all groups; ./test NAME... some.
+/* test.c: the tests of run.c, which it includes. `make test` runs all suites; ./test NAME... some.
  *
  * exit() becomes a jump and stdout and stderr become memory, so that a refusal is a value to look at.
  * Truth comes from outside: tests/make.py made the fixtures with transformers, tokenizers, sentencepiece,
@@ -279,7 +279,8 @@ static void test_formats(void) {
 
 // ---- tokenizers
 /* tests/tokens.txt: "VOCAB PRE FLAGS hextext id id ...". VOCAB: bpe (tests/bpe.gguf), story, llama2
- * (tokenizer.bin). FLAGS: - none, b: with BOS, s: control tokens count, n: needs NFC. */
+ * (tokenizer.bin). FLAGS: - none, b: with BOS, s: control tokens count, n: needs NFC, u: has U+2581, which
+ * SentencePiece takes for a space. */
 static void test_tokens(void) {
     Model bpe = {0}, story = {0};
     model_open(&bpe, file_map("tests/bpe.gguf"), NULL, NEED_VOCAB);
@@ -641,7 +642,7 @@ static void test_command_line(void) {
     outcome_free(&o);
 }
 
-static const struct { const char *name, *what; void (*run)(void); } groups[] = {
+static const struct { const char *name, *what; void (*run)(void); } suites[] = {
     {"formats", "block decoders, bit for bit", test_formats},
     {"worked", "worked numbers of textbooks", test_worked_numbers},
     {"reference", "logits and residuals against transformers", test_reference},
@@ -706,19 +707,19 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
 int main(int argc, char **argv) {
     setvbuf(stdout, NULL, _IOLBF, 0);
     streams_open();
-    for (int g = 0; g < COUNT(groups); g++) {
+    for (int g = 0; g < COUNT(suites); g++) {
         bool chosen = argc == 1;
-        for (int i = 1; i < argc; i++) chosen |= !strcmp(argv[i], groups[g].name);
+        for (int i = 1; i < argc; i++) chosen |= !strcmp(argv[i], suites[g].name);
         if (!chosen) continue;
         int before = failed;
         double start = now();
-        printf("%s: %s\n", groups[g].name, groups[g].what);
+        printf("%s: %s\n", suites[g].name, suites[g].what);
         if (setjmp(test_jump)) {
             Outcome o = streams_close(0);
             check(false, "the program ended: %s", o.err.p);
             outcome_free(&o);
-        } else groups[g].run();
-        printf("%s: %s, %.1f s\n", groups[g].name, failed > before ? "FAILED" : "ok", now() - start);
+        } else suites[g].run();
+        printf("%s: %s, %.1f s\n", suites[g].name, failed > before ? "FAILED" : "ok", now() - start);
     }
     printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
     return failed != 0;
