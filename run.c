@@ -17,13 +17,13 @@
  * Chapter 1. Ground
  *
  * What we assume of the machine, and how we die. Everything the C library does not give portably is
- * here: mapping a file, a clock, Ctrl-C, the number of cores, threads. A fault of the user or of a file
- * ends in die(): one line on stderr, exit status 1 (2 for wrong usage). A fault of our own is an
- * assert. Bytes that came from a file or a user are never believed to be text: they have a length,
- * may hold NUL, and are made harmless before they reach a terminal.
- * Reader is the only way to read a header: a cursor that remembers its first error, so that parsing
- * code runs straight on and asks once at the end. Team is how threads share work: one parallel region
- * a pass, small tickets drawn from an atomic counter, so that a slow core costs its share and no more.
+ * here: mapping a file, a clock, Ctrl-C, the number of cores, threads. A fault of the user or of a
+ * file ends in die(): one line on stderr, exit status 1 (2 for wrong usage). A fault of our own is
+ * an assert. Bytes that came from a file or a user are never believed to be text: they have a
+ * length, may hold NUL, and are made harmless before they reach a terminal. Reader is the only way
+ * to read a header: a cursor that remembers its first error, so that parsing code runs straight on
+ * and asks once at the end. Team is how threads share work: one parallel region a pass, small
+ * tickets drawn from an atomic counter, so that a slow core costs its share and no more.
  */
 #define _POSIX_C_SOURCE 200809L
 #define _FILE_OFFSET_BITS 64
@@ -61,7 +61,8 @@ typedef struct { char *p; size_t n, cap; } Str;
 typedef struct { const char *p; size_t n; } Span;
 #define SPAN(literal) ((Span){literal, sizeof(literal) - 1})
 
-// Error and warning lines: control characters in them came from a file or a user and are shown as '?'.
+// Error and warning lines: control characters in them came from a file or a user and are shown as
+// '?'.
 static void say_line(const char *kind, const char *format, va_list args) {
     char line[1024];
     vsnprintf(line, sizeof line, format, args);
@@ -71,7 +72,8 @@ static void say_line(const char *kind, const char *format, va_list args) {
     fprintf(stderr, "%s%s\n", kind, line);
 }
 
-// The end for a user's or a file's fault; the message says what, where, the value found and expected.
+// The end for a user's or a file's fault; the message says what, where, the value found and
+// expected.
 _Noreturn __attribute__((format(printf, 1, 2))) static void die(const char *format, ...) {
     va_list args;
     va_start(args, format);
@@ -156,7 +158,8 @@ static int64_t map_add(Map *m, const Span *keys, uint32_t index) {
     return index;
 }
 
-// ---- Reader: a cursor over bytes nobody vouches for. The first error stays; after it every read gives 0.
+// ---- Reader: a cursor over bytes nobody vouches for. The first error stays; after it every read
+// gives 0.
 typedef struct {
     const char *name;         // of the file, for messages
     const uint8_t *base;
@@ -205,7 +208,8 @@ static void rd_check(const Reader *r) { // dies if anything went wrong
 }
 
 // ---- files, clock, Ctrl-C, cores: the only platform code
-static Reader file_map(const char *name) { // read-only and in place; kept for the life of the process
+static Reader
+file_map(const char *name) { // read-only and in place; kept for the life of the process
     int fd = open(name, O_RDONLY | O_CLOEXEC);
     struct stat st;
     if (fd < 0 || fstat(fd, &st) < 0) die("%s: cannot open: %s", name, strerror(errno));
@@ -285,8 +289,8 @@ static long team_take(Team *t) {
     return atomic_fetch_add_explicit(&t->ticket, 1, memory_order_relaxed);
 }
 
-// Ends a step: nobody goes on before all have arrived. Spins for some microseconds, then naps: where
-// other programs want the cores, a thread that naps is back much sooner than one that yields.
+// Ends a step: nobody goes on before all have arrived. Spins for some microseconds, then naps:
+// where other programs want the cores, a thread that naps is back much sooner than one that yields.
 static void team_wait(Team *t) {
     int step = atomic_load_explicit(&t->step, memory_order_relaxed);
     if (atomic_fetch_add_explicit(&t->here, 1, memory_order_acq_rel) == t->n - 1) {
@@ -336,9 +340,9 @@ static float rng_float(uint64_t *state) { // [0, 1)
  * neither. Float rows: eight lanes, lane k mod 8, one fused multiply-add a weight in rising k, the
  * lanes folded by one fixed tree after every 2,048. Quantised rows meet 16-bit activations in
  * blocks of 32: the products of a block are summed exactly in 32-bit integers, in any order, then
- * one fused multiply-add with the scales goes into lane (block mod 8). The plain C kernels below are
- * that definition. It costs one conversion and one multiply-add a block, and buys the same text on
- * every machine and in every batch. (Where the compiler has no fast fma(), float rows of plain C
+ * one fused multiply-add with the scales goes into lane (block mod 8). The plain C kernels below
+ * are that definition. It costs one conversion and one multiply-add a block, and buys the same text
+ * on every machine and in every batch. (Where the compiler has no fast fma(), float rows of plain C
  * multiply and add: other last bits.)
  */
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -558,8 +562,8 @@ static void q6_K_open(const Tensor *t, const uint8_t *p, Block *b) {
 }
 
 /* To add a weight format: write NAME_open() above, its plain C loader; NAME_quad() below, its
- * vector loader (and one for its scales, if none there fits); and a line here. Everything else follows
- * from: name, GGUF type, weights and bytes a block, offset, scales for 32, minimum, scale loader. */
+ * vector loader (and one for its scales, if none there fits); and a line here. The rest follows:
+ * name, GGUF type, weights and bytes a block, offset, scales for 32, minimum, scale loader. */
 #define QUANTISED(X)                           \
     X(q8_0, 8, 32, 34, 128, 1, 0, scales_d)    \
     X(bin8, 1001, 32, 32, 128, 1, 0, scales_bin8) \
@@ -892,7 +896,8 @@ AVX2 void group_steps(Traits d, int cols, const Group *g, int n, const Acts *x, 
 }
 
 AVX2 void prefetch(const uint8_t *p, int bytes) { // 1 KB ahead in each of four streams
-    UNROLL for (int i = 0; i < bytes; i += 64) _mm_prefetch((const char *)p + 1024 + i, _MM_HINT_T0);
+    UNROLL for (int i = 0; i < bytes; i += 64)
+        _mm_prefetch((const char *)p + 1024 + i, _MM_HINT_T0);
 }
 
 // Four rows times several columns, each group opened once
@@ -1480,25 +1485,14 @@ static int isa_best(void) {
 /* ---- vector primitives: the hot loops that are not matrix products
  *
  * Written once as plain loops over eight lanes and compiled once per instruction set: the body is
- * inlined into a function that carries the target. Where the compiler would not find the vector form
- * by itself (exp, attention over a half precision cache) the AVX2 form stands beside it and does the
- * same operations in the same order, so the bits are the same.
+ * inlined into a function that carries the target. Where the compiler would not find the vector
+ * form by itself (exp, attention over a half precision cache) the AVX2 form stands beside it and
+ * does the same operations in the same order, so the bits are the same.
  */
-#ifdef FP_FAST_FMAF
-#define FUSED_C 1                       // this machine's plain code has a fused multiply-add
-#else
-#define FUSED_C 0                       // plain code multiplies and adds: other bits than AVX2's
-#endif
-
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE float fma_or(bool fused, float a, float b, float c) {
     return fused ? __builtin_fmaf(a, b, c) : a * b + c;
-}
-
-// T of the definition: eight partial sums to one.
-INLINE float lanes_sum(const float *l) {
-    return ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
 }
 
 // sum of x[k]^2, lane k mod 8
@@ -1508,12 +1502,12 @@ INLINE float sum_squares_body(bool fused, const float *x, int64_t n) {
     for (; k + 8 <= n; k += 8)
         for (int i = 0; i < 8; i++) l[i] = fma_or(fused, x[k + i], x[k + i], l[i]);
     for (int i = 0; k < n; k++, i++) l[i] = fma_or(fused, x[k], x[k], l[i]);
-    return lanes_sum(l);
+    return lanes_fold(l);
 }
 
-// EXP of the definition. x = n ln 2 + r with n a whole number and |r| <= ln 2 / 2; e^r by its series
-// to the seventh power (off by 5e-9 of the value), 2^n by adding to the exponent. The rounding to n is
-// the addition of 1.5 * 2^23, which also leaves n in the low bits. NaN stays NaN.
+// EXP of the definition. x = n ln 2 + r with n a whole number and |r| <= ln 2 / 2; e^r by its
+// series to the seventh power (off by 5e-9 of the value), 2^n by adding to the exponent. The
+// rounding to n is the addition of 1.5 * 2^23, which also leaves n in the low bits. NaN stays NaN.
 #define EXP_LOW -87.0f
 #define EXP_HIGH 88.0f
 #define EXP_ROUND 12582912.0f
@@ -1548,7 +1542,7 @@ INLINE float exps_body(bool fused, float *x, int64_t from, int64_t to, float max
         x[i] = exp_body(fused, x[i] - max);
         l[i & 7] += x[i];
     }
-    return lanes_sum(l);
+    return lanes_fold(l);
 }
 
 // out = silu(gate) * up
@@ -1562,9 +1556,10 @@ INLINE float row_max_body(const float *x, int64_t from, int64_t to) { // any ord
     return max;
 }
 
-/* Attention over the cache of one kv head. Keys lie eight positions to a block, [block][d][8], so that
- * a vector holds one element of eight keys and no sum runs across lanes; values lie [position][d].
- * Both are float or half. score = (fma chain over d) * scale; mix = fma chain over positions. */
+/* Attention over the cache of one kv head. Keys lie eight positions to a block, [block][d][8], so
+ * that a vector holds one element of eight keys and no sum runs across lanes; values lie
+ * [position][d]. Both are float or half. score = (fma chain over d) * scale; mix = fma chain over
+ * positions. */
 INLINE float kv_at(const void *p, bool half, int64_t i) {
     uint16_t h;
     if (!half) return f32_at((const uint8_t *)p + 4 * i);
@@ -1573,8 +1568,8 @@ INLINE float kv_at(const void *p, bool half, int64_t i) {
 }
 
 // out[j][8 b + lane] for nq queries q[j][d] and blocks from <= b < to
-INLINE void scores_body(bool fused, bool half, const float *const *q, int nq, const void *keys, int d,
-                        int64_t from, int64_t to, float scale, float *const *out) {
+INLINE void scores_body(bool fused, bool half, const float *const *q, int nq, const void *keys,
+                        int d, int64_t from, int64_t to, float scale, float *const *out) {
     for (int64_t b = from; b < to; b++)
         for (int j = 0; j < nq; j++) {
             float l[8] = {0};
@@ -1586,8 +1581,8 @@ INLINE void scores_body(bool fused, bool half, const float *const *q, int nq, co
 }
 
 // out[j][k] = fma chain over positions from <= i < to of e[j][i] * values[i][k], going on from out
-INLINE void mix_body(bool fused, bool half, const float *const *e, int nq, const void *values, int d,
-                     int first, int64_t from, int64_t to, float *const *out) {
+INLINE void mix_body(bool fused, bool half, const float *const *e, int nq, const void *values,
+                     int d, int first, int64_t from, int64_t to, float *const *out) {
     for (int64_t i = from; i < to; i++)
         for (int j = 0; j < nq; j++)
             for (int k = first; k < d; k++)
@@ -1607,21 +1602,23 @@ typedef struct { // the primitives of one instruction set
                 int64_t from, int64_t to, float *const *out);
 } VecOps;
 
-static float sum_squares_c(const float *x, int64_t n) { return sum_squares_body(FUSED_C, x, n); }
+static float sum_squares_c(const float *x, int64_t n) { return sum_squares_body(FMA_IS_FAST, x, n); }
 static float exps_c(float *x, int64_t from, int64_t to, float max) {
-    return exps_body(FUSED_C, x, from, to, max);
+    return exps_body(FMA_IS_FAST, x, from, to, max);
 }
-static float row_max_c(const float *x, int64_t from, int64_t to) { return row_max_body(x, from, to); }
+static float row_max_c(const float *x, int64_t from, int64_t to) {
+    return row_max_body(x, from, to);
+}
 static void swiglu_c(float *out, const float *gate, const float *up, int64_t n) {
-    swiglu_body(FUSED_C, out, gate, up, n);
+    swiglu_body(FMA_IS_FAST, out, gate, up, n);
 }
-static void scores_c(bool half, const float *const *q, int nq, const void *keys, int d, int64_t from,
-                     int64_t to, float scale, float *const *out) {
-    scores_body(FUSED_C, half, q, nq, keys, d, from, to, scale, out);
+static void scores_c(bool half, const float *const *q, int nq, const void *keys, int d,
+                     int64_t from, int64_t to, float scale, float *const *out) {
+    scores_body(FMA_IS_FAST, half, q, nq, keys, d, from, to, scale, out);
 }
 static void mix_c(bool half, const float *const *e, int nq, const void *values, int d, int64_t from,
                   int64_t to, float *const *out) {
-    mix_body(FUSED_C, half, e, nq, values, d, 0, from, to, out);
+    mix_body(FMA_IS_FAST, half, e, nq, values, d, 0, from, to, out);
 }
 
 #ifdef HAVE_X86
@@ -1635,7 +1632,7 @@ AVX2_CALL float sum_squares_avx2(const float *x, int64_t n) {
     float l[8];
     _mm256_storeu_ps(l, s);
     for (int i = 0; k < n; k++, i++) l[i] = __builtin_fmaf(x[k], x[k], l[i]);
-    return lanes_sum(l);
+    return lanes_fold(l);
 }
 
 AVX2 __m256 exp_avx2(__m256 x) { // exp_body, eight at a time
@@ -1670,7 +1667,7 @@ AVX2_CALL float exps_avx2(float *x, int64_t from, int64_t to, float max) {
     }
     _mm256_storeu_ps(l, sum);
     for (; i < to; i++) l[i & 7] += x[i] = exp_body(true, x[i] - max);
-    return lanes_sum(l);
+    return lanes_fold(l);
 }
 
 AVX2_CALL float row_max_avx2(const float *x, int64_t from, int64_t to) {
@@ -1717,7 +1714,8 @@ AVX2 void scores_tile(int nq, bool half, const float *const *q, const void *keys
         }
         for (int j = 0; j < nq; j++) {
             _mm256_storeu_ps(out[j] + 8 * b, _mm256_mul_ps(s[j][0], _mm256_set1_ps(scale)));
-            if (pair) _mm256_storeu_ps(out[j] + 8 * b + 8, _mm256_mul_ps(s[j][1], _mm256_set1_ps(scale)));
+            if (pair)
+                _mm256_storeu_ps(out[j] + 8 * b + 8, _mm256_mul_ps(s[j][1], _mm256_set1_ps(scale)));
         }
     }
 }
@@ -1783,11 +1781,11 @@ static const VecOps vec_ops[ISA_COUNT] = {
  *
  * Nearly all time goes into one operation: rows of weights times rows of activations. For few rows
  * of activations it is a read of the weights, and what counts is to keep the memory busy: a thread
- * walks four far streams of rows at once, because the prefetcher starts anew at every page. For many
- * rows it is arithmetic: weights are opened once into panels that stay in the cache while all rows
- * pass. Which way is taken, how rows are shared out and how many threads there are cannot be seen in
- * the result. Products that read the same activations (q, k and v; gate and up) are given as one
- * list and shared out together, so that threads meet once and not once a matrix.
+ * walks four far streams of rows at once, because the prefetcher starts anew at every page. For
+ * many rows it is arithmetic: weights are opened once into panels that stay in the cache while all
+ * rows pass. Which way is taken, how rows are shared out and how many threads there are cannot be
+ * seen in the result. Products that read the same activations (q, k and v; gate and up) are given
+ * as one list and shared out together, so that threads meet once and not once a matrix.
  */
 
 // Bytes of a row: an odd number of cache lines, so that long rows do not share their cache sets
@@ -3115,18 +3113,18 @@ static void stream_free(Stream *s) { str_free(&s->raw), str_free(&s->held), str_
 /* ------------------------------------------------------------------------------------------------
  * Chapter 4. Anatomy of a model
  *
- * A model is knobs, tensors and rules. The knobs (sizes, epsilon, rope base) are numbers of the file.
- * The tensors say which parts exist: a missing bias is zero, a missing output matrix means that the
- * embedding serves for it. What a file cannot say stands in one row of archs[]. A layer describes
- * itself: its kind, heads, window, rope table and place in the cache are data that the forward pass
- * looks up, so that layers of one model may differ.
- * Shapes are written (rows, columns), rows first; a matrix of shape (out, in) maps in numbers to out.
+ * A model is knobs, tensors and rules. The knobs (sizes, epsilon, rope base) are numbers of the
+ * file. The tensors say which parts exist: a missing bias is zero, a missing output matrix means
+ * that the embedding serves for it. What a file cannot say stands in one row of archs[]. A layer
+ * describes itself: its kind, heads, window, rope table and place in the cache are data that the
+ * forward pass looks up, so that layers of one model may differ. Shapes are written (rows,
+ * columns), rows first; a matrix of shape (out, in) maps in numbers to out.
  */
-enum { ROPE_PAIRS, ROPE_HALVES };       // what turns together: elements 2i and 2i+1, or i and i + n/2
+enum { ROPE_PAIRS, ROPE_HALVES }; // what turns together: elements 2i and 2i+1, or i and i + n/2
 
 /* To add an architecture: one row here with what its files leave unsaid; if it brings a mechanism
- * that no row has yet, one knob in Config or Layer, filled in chapter 5, and one branch in chapter 6;
- * then a tiny reference model in tests/make.py. */
+ * that no row has yet, one knob in Config or Layer, filled in chapter 5, and one branch in chapter
+ * 6; then a tiny reference model in tests/make.py. */
 typedef struct {
     const char *name;                   // general.architecture of a GGUF
     int rope;                           // which elements of a head turn together
@@ -3136,7 +3134,7 @@ static const Arch archs[] = {
     {"llama", ROPE_PAIRS},              // Llama 1 to 3.x, TinyLlama, SmolLM2, Mistral; .bin files
 };
 
-typedef struct {                        // rotary position table: angle of pair i at p is p * inv_freq[i]
+typedef struct { // rotary position table: angle of pair i at p is p * inv_freq[i]
     int n_rot;                          // how many elements of a head turn; the rest is copied
     double *inv_freq;                   // (n_rot / 2)
 } Rope;
@@ -3155,7 +3153,7 @@ typedef struct {
     Rope rope[MAX_ROPES];
 } Config;
 
-enum { LAYER_ATTENTION };               // kinds; layers with a recurrent state come as further kinds
+enum { LAYER_ATTENTION }; // kinds; layers with a recurrent state come as further kinds
 
 typedef struct {
     int kind;
@@ -3202,11 +3200,11 @@ static const Arch *arch_find(Span name) {
 /* ------------------------------------------------------------------------------------------------
  * Chapter 5. Opening files
  *
- * Nothing in a file is believed. Headers are read through Reader; a count is compared with the bytes
- * that are left before anything is sized by it; sizes are multiplied only after each factor was
- * bounded; the shape of every tensor is compared with what the sizes imply before a pointer to it
- * exists. Weights stay where they are in the mapped file; only the short vectors (norms, biases) are
- * copied out, as float. Both kinds of file fill the same Model through the same table of parts.
+ * Nothing in a file is believed. Headers are read through Reader; a count is compared with the
+ * bytes that are left before anything is sized by it; sizes are multiplied only after each factor
+ * was bounded; the shape of every tensor is compared with what the sizes imply before a pointer to
+ * it exists. Weights stay where they are in the mapped file; only the short vectors (norms, biases)
+ * are copied out, as float. Both kinds of file fill the same Model through the same table of parts.
  *
  *   .bin v0   7 x i32: dim hidden layers heads kv_heads +-vocab seq_len, then f32 tensors, by kind
  *   .bin v1   u32 magic, i32 version, the 7 x i32, u8 shared, zeros to 256, f32 tensors
@@ -3226,13 +3224,14 @@ enum { NO_DIM, DIM, Q_DIM, KV_DIM, HIDDEN }; // what a part's sizes follow
 
 typedef struct {
     const char *name;                   // in a GGUF: blk.N.NAME
-    size_t at;                          // place in Layer: a Tensor, or a float * where rows is NO_DIM
+    size_t at; // place in Layer: a Tensor, or a float * where rows is NO_DIM
     int rows, cols;
     bool optional;
 } Part;
 
 #define PART_MATRIX(name, field, rows, cols) {name, offsetof(Layer, field), rows, cols, false}
-#define PART_VECTOR(name, field, cols, optional) {name, offsetof(Layer, field), NO_DIM, cols, optional}
+#define PART_VECTOR(name, field, cols, optional)                                                   \
+    {name, offsetof(Layer, field), NO_DIM, cols, optional}
 enum { ATTN_NORM, WQ, WK, WV, WO, FFN_NORM, W1, W2, W3 }; // the order of .bin v0
 
 /* To add a part: a field in Layer, a row here, its use in chapter 6. */
@@ -3253,8 +3252,11 @@ static const Part parts[] = {
 };
 
 static int64_t part_size(const Layer *l, int dim, int what) {
-    return what == DIM ? dim : what == Q_DIM ? (int64_t)l->n_heads * l->head_size
-         : what == KV_DIM ? (int64_t)l->n_kv_heads * l->head_size : what == HIDDEN ? l->hidden_dim : 1;
+    return what == DIM      ? dim
+           : what == Q_DIM  ? (int64_t)l->n_heads * l->head_size
+           : what == KV_DIM ? (int64_t)l->n_kv_heads * l->head_size
+           : what == HIDDEN ? l->hidden_dim
+                            : 1;
 }
 
 // A copy of a one-row tensor as floats, (cols).
@@ -3318,7 +3320,8 @@ static void bin_layers(Model *m, BinCursor *b, int part) {
     for (int i = 0; i < m->config.n_layers; i++) {
         const Part *p = &parts[part];
         Layer *l = &m->layers[i];
-        int64_t rows = part_size(l, m->config.dim, p->rows), cols = part_size(l, m->config.dim, p->cols);
+        int64_t rows = part_size(l, m->config.dim, p->rows),
+                cols = part_size(l, m->config.dim, p->cols);
         Tensor t = bin_tensor(b, rows, cols, b->version == 2 && p->rows != NO_DIM);
         if (t.data) part_set(l, p, &t);
     }
@@ -3328,8 +3331,8 @@ static int bin_int(Reader *r, const char *field, int64_t low, int64_t high) {
     int32_t v = rd_i32(r);
     rd_check(r);
     if (v < low || v > high)
-        die("%s: byte %zu: %s is %d, expected %lld to %lld (not a llama2.c model?)", r->name, r->at - 4,
-            field, v, (long long)low, (long long)high);
+        die("%s: byte %zu: %s is %d, expected %lld to %lld (not a llama2.c model?)", r->name,
+            r->at - 4, field, v, (long long)low, (long long)high);
     return v;
 }
 
@@ -3344,7 +3347,8 @@ static bool bin_header(Model *m, Reader *r, BinCursor *b) { // gives: is the cla
             c->n_heads, c->dim);
     c->n_kv_heads = bin_int(r, "n_kv_heads", 1, c->n_heads);
     if (c->n_heads % c->n_kv_heads)
-        die("%s: n_kv_heads is %d, expected a divisor of n_heads %d", r->name, c->n_kv_heads, c->n_heads);
+        die("%s: n_kv_heads is %d, expected a divisor of n_heads %d", r->name, c->n_kv_heads,
+            c->n_heads);
     int vocab = bin_int(r, "vocab_size", b->version ? 1 : -MAX_VOCAB, MAX_VOCAB);
     if (!vocab) die("%s: vocab_size is 0", r->name);
     c->vocab_size = abs(vocab);
@@ -3384,15 +3388,17 @@ static void bin_open(Model *m) {
         r->at = 4;
         b.version = rd_i32(r);
         if (b.version != 1 && b.version != 2)
-            die("%s: byte 4: .bin version %d, expected 1 or 2 (version 0 has no magic)", r->name, b.version);
+            die("%s: byte 4: .bin version %d, expected 1 or 2 (version 0 has no magic)", r->name,
+                b.version);
     }
     m->version = b.version;
     bool shared = bin_header(m, r, &b);
     double size = bin_size(c, &b, shared);
     if ((double)r->size != size)
         die("%s: %zu bytes, expected %.0f for dim %d, hidden_dim %d, n_layers %d, vocab_size %d, "
-            "seq_len %d%s", r->name, r->size, size, c->dim, c->hidden_dim, c->n_layers, c->vocab_size,
-            c->seq_len, b.version == 2 ? ", int8" : "");
+            "seq_len %d%s",
+            r->name, r->size, size, c->dim, c->hidden_dim, c->n_layers, c->vocab_size, c->seq_len,
+            b.version == 2 ? ", int8" : "");
     c->arch = &archs[0];
     layers_init(m, c->n_layers);
     rope_init(&c->rope[0], c->head_size, 10000.0, 1.0);
@@ -3465,7 +3471,8 @@ static void gguf_skip(Reader *r, GgufValue *v) { // moves past the value whose t
 static void gguf_pairs(Gguf *g, uint64_t n) {
     Reader *r = g->r;
     if (n > MAX_KEYS || n > (r->size - r->at) / 13)
-        die("%s: byte 16: %llu metadata pairs, more than the file can hold", r->name, (unsigned long long)n);
+        die("%s: byte 16: %llu metadata pairs, more than the file can hold", r->name,
+            (unsigned long long)n);
     g->keys = xalloc((size_t)n, sizeof *g->keys), g->values = xalloc((size_t)n, sizeof *g->values);
     g->key_map = map_new((size_t)n);
     for (g->n_keys = 0; g->n_keys < (int)n; g->n_keys++) {
@@ -3493,13 +3500,15 @@ _Noreturn static void gguf_wrong(const Gguf *g, const char *key, const char *exp
 
 // Element i of an integer value of any width; false if the type is not a whole number.
 static bool gguf_element(const Gguf *g, const GgufValue *v, uint64_t i, int64_t *out) {
-    if (v->type > GGUF_I64 || v->type == GGUF_F32 || v->type == GGUF_STRING || v->type == GGUF_ARRAY)
+    if (v->type > GGUF_I64 || v->type == GGUF_F32 || v->type == GGUF_STRING
+        || v->type == GGUF_ARRAY)
         return false;
     int bytes = gguf_sizes[v->type];
     Reader r = *g->r;
     r.at = v->at + (size_t)i * (size_t)bytes;
     uint64_t u = rd_uint(&r, bytes);
-    bool is_signed = v->type == GGUF_I8 || v->type == GGUF_I16 || v->type == GGUF_I32 || v->type == GGUF_I64;
+    bool is_signed = v->type == GGUF_I8 || v->type == GGUF_I16 || v->type == GGUF_I32
+                     || v->type == GGUF_I64;
     if (is_signed && bytes < 8 && u >> (8 * bytes - 1)) u |= ~(uint64_t)0 << (8 * bytes);
     if (!is_signed && u > INT64_MAX) u = INT64_MAX;
     *out = (int64_t)u;
@@ -3507,14 +3516,15 @@ static bool gguf_element(const Gguf *g, const GgufValue *v, uint64_t i, int64_t 
 }
 
 // A whole number in low .. high; `missing` if the file has no such key.
-static int64_t gguf_int(const Gguf *g, const char *key, int64_t low, int64_t high, int64_t missing) {
+static int64_t gguf_int(const Gguf *g, const char *key, int64_t low, int64_t high,
+                        int64_t missing) {
     const GgufValue *v = gguf_find(g, key);
     int64_t n;
     if (!v) return missing;
     if (v->array || !gguf_element(g, v, 0, &n)) gguf_wrong(g, key, "a whole number");
     if (n < low || n > high)
-        die("%s: byte %zu: key %s is %lld, expected %lld to %lld", g->r->name, v->at, key, (long long)n,
-            (long long)low, (long long)high);
+        die("%s: byte %zu: key %s is %lld, expected %lld to %lld", g->r->name, v->at, key,
+            (long long)n, (long long)low, (long long)high);
     return n;
 }
 
@@ -3552,7 +3562,8 @@ static int gguf_bool(const Gguf *g, const char *key) { // -1 if missing
     return g->r->base[v->at] != 0;
 }
 
-// Checks one row of the tensor table and sizes it; its bytes are checked once the data section is known.
+// Checks one row of the tensor table and sizes it; its bytes are checked once the data section is
+// known.
 static void gguf_tensor_info(Gguf *g, int i) {
     Reader *r = g->r;
     GgufTensor *t = &g->tensors[i];
@@ -3577,17 +3588,19 @@ static void gguf_tensor_info(Gguf *g, int i) {
     }
     if (!f) return;                     // an unknown type is refused where the tensor is used
     if (t->dims[0] % (uint64_t)f->block)
-        die("%s: byte %zu: tensor %.*s: rows of %llu, expected a multiple of %d for %s", r->name, at,
-            shown, name, (unsigned long long)t->dims[0], f->block, f->name);
+        die("%s: byte %zu: tensor %.*s: rows of %llu, expected a multiple of %d for %s", r->name,
+            at, shown, name, (unsigned long long)t->dims[0], f->block, f->name);
     t->bytes = count / (uint64_t)f->block * (uint64_t)f->bytes;
 }
 
 static void gguf_tensors(Gguf *g, uint64_t n) {
     Reader *r = g->r;
     if (n > MAX_TENSORS || n > (r->size - r->at) / 32)
-        die("%s: byte 8: %llu tensors, more than the file can hold", r->name, (unsigned long long)n);
+        die("%s: byte 8: %llu tensors, more than the file can hold", r->name,
+            (unsigned long long)n);
     g->n_tensors = (int)n;
-    g->names = xalloc((size_t)n, sizeof *g->names), g->tensors = xalloc((size_t)n, sizeof *g->tensors);
+    g->names = xalloc((size_t)n, sizeof *g->names),
+    g->tensors = xalloc((size_t)n, sizeof *g->tensors);
     g->name_map = map_new((size_t)n);
     for (int i = 0; i < g->n_tensors; i++) gguf_tensor_info(g, i);
     if (!n) return;
@@ -3599,7 +3612,8 @@ static void gguf_tensors(Gguf *g, uint64_t n) {
     for (int i = 0; i < g->n_tensors; i++) {
         const GgufTensor *t = &g->tensors[i];
         if (t->offset % g->alignment || t->offset > room || t->bytes > room - t->offset)
-            die("%s: tensor %.*s: %llu bytes at offset %llu, but the data section has %llu (cut short?)",
+            die("%s: tensor %.*s: %llu bytes at offset %llu, but the data section has %llu (cut "
+                "short?)",
                 r->name, (int)MIN(g->names[i].n, 100), g->names[i].p, (unsigned long long)t->bytes,
                 (unsigned long long)t->offset, (unsigned long long)room);
     }
@@ -3636,21 +3650,28 @@ static bool gguf_tensor(const Gguf *g, const char *name, int64_t rows, int64_t c
     if (i < 0) return false;
     const GgufTensor *t = &g->tensors[i];
     const Format *f = format_of(t->type);
-    if (!f) die("%s: tensor %s has weight type %u, which this program does not know", g->r->name, name, t->type);
+    if (!f)
+        die("%s: tensor %s has weight type %u, which this program does not know", g->r->name, name,
+            t->type);
     bool vector = rows == 1 && t->n_dims == 1;
-    if ((int64_t)t->dims[0] != cols || (int64_t)t->dims[1] != rows || t->dims[2] != 1 || t->dims[3] != 1
-        || (t->n_dims == 1 && !vector))
+    if ((int64_t)t->dims[0] != cols || (int64_t)t->dims[1] != rows || t->dims[2] != 1
+        || t->dims[3] != 1 || (t->n_dims == 1 && !vector))
         die("%s: tensor %s is (%llu, %llu, %llu), expected (%lld, %lld)", g->r->name, name,
             (unsigned long long)t->dims[0], (unsigned long long)t->dims[1],
             (unsigned long long)(t->dims[2] * t->dims[3]), (long long)cols, (long long)rows);
-    *out = (Tensor){.format = f, .data = g->r->base + g->data + t->offset, .rows = rows, .cols = cols,
+    *out = (Tensor){.format = f,
+                    .data = g->r->base + g->data + t->offset,
+                    .rows = rows,
+                    .cols = cols,
                     .stride = (size_t)(cols / f->block) * (size_t)f->bytes};
     return true;
 }
 
-static void gguf_tensor_need(const Gguf *g, const char *name, int64_t rows, int64_t cols, Tensor *out) {
+static void gguf_tensor_need(const Gguf *g, const char *name, int64_t rows, int64_t cols,
+                             Tensor *out) {
     if (!gguf_tensor(g, name, rows, cols, out))
-        die("%s: tensor %s is missing, expected (%lld, %lld)", g->r->name, name, (long long)cols, (long long)rows);
+        die("%s: tensor %s is missing, expected (%lld, %lld)", g->r->name, name, (long long)cols,
+            (long long)rows);
 }
 
 static const char *arch_key(char key[static 160], const Gguf *g, const char *name) {
@@ -3677,12 +3698,16 @@ static void gguf_config(Model *m, const Gguf *g) {
         die("%s: key %s differs from the key_length %d", g->r->name, KEY("attention.value_length"),
             c->head_size);
     if ((int64_t)c->n_heads * c->head_size > MAX_DIM)
-        die("%s: %d heads of %d, expected at most %d together", g->r->name, c->n_heads, c->head_size, MAX_DIM);
+        die("%s: %d heads of %d, expected at most %d together", g->r->name, c->n_heads,
+            c->head_size, MAX_DIM);
     c->norm_eps = (float)gguf_positive(g, KEY("attention.layer_norm_rms_epsilon"), 1e-5);
     int n_rot = (int)gguf_int(g, KEY("rope.dimension_count"), 2, c->head_size, c->head_size);
-    if (n_rot % 2) die("%s: key %s is %d, expected an even number", g->r->name, KEY("rope.dimension_count"), n_rot);
+    if (n_rot % 2)
+        die("%s: key %s is %d, expected an even number", g->r->name, KEY("rope.dimension_count"),
+            n_rot);
     Span scaling = gguf_string(g, KEY("rope.scaling.type"));
-    double factor = gguf_positive(g, KEY("rope.scaling.factor"), gguf_positive(g, KEY("rope.scale_linear"), 1));
+    double factor =
+        gguf_positive(g, KEY("rope.scaling.factor"), gguf_positive(g, KEY("rope.scale_linear"), 1));
     if (scaling.n && !span_is(scaling, "none") && !span_is(scaling, "linear"))
         die("%s: key %s is %.*s, expected none or linear", g->r->name, KEY("rope.scaling.type"),
             (int)MIN(scaling.n, 40), scaling.p);
@@ -3710,7 +3735,8 @@ static void gguf_weights(Model *m, const Gguf *g) {
     Config *c = &m->config;
     int64_t i = map_find(&g->name_map, g->names, SPAN("token_embd.weight"));
     uint64_t rows = i < 0 ? 0 : g->tensors[i].dims[1];
-    if (rows > MAX_VOCAB) die("%s: tensor token_embd.weight has %llu rows", g->r->name, (unsigned long long)rows);
+    if (rows > MAX_VOCAB)
+        die("%s: tensor token_embd.weight has %llu rows", g->r->name, (unsigned long long)rows);
     c->vocab_size = (int)rows;
     gguf_tensor_need(g, "token_embd.weight", MAX(c->vocab_size, 1), c->dim, &m->embedding);
     m->tied = !gguf_tensor(g, "output.weight", c->vocab_size, c->dim, &m->output);
@@ -3719,7 +3745,8 @@ static void gguf_weights(Model *m, const Gguf *g) {
     gguf_tensor_need(g, "output_norm.weight", 1, c->dim, &t);
     m->output_norm = vector_copy(&t);
     gguf_rope_factors(m, g);
-    // A layer needs tensors of its own, so a false block_count meets a missing one before room ends.
+    // A layer needs tensors of its own, so a false block_count meets a missing one before room
+    // ends.
     layers_init(m, MIN(c->n_layers, g->n_tensors + 1));
     for (int n = 0; n < c->n_layers; n++)
         for (int p = 0; p < COUNT(parts); p++) {
@@ -3764,7 +3791,8 @@ static void gguf_string_array(const Gguf *g, const char *key, Reader *out, uint6
     out->at = v->at, *count = v->count;
 }
 
-static void gguf_number_array(const Gguf *g, const char *key, Reader *out, uint64_t *count, int *type) {
+static void gguf_number_array(const Gguf *g, const char *key, Reader *out, uint64_t *count,
+                              int *type) {
     const GgufValue *v = gguf_find(g, key);
     if (!v) return;
     if (!v->array || v->type == GGUF_STRING) gguf_wrong(g, key, "an array of numbers");
@@ -3774,18 +3802,26 @@ static void gguf_number_array(const Gguf *g, const char *key, Reader *out, uint6
 
 static void gguf_vocab(Model *m, const Gguf *g) {
     VocabFile f = {
-        .model = gguf_string(g, "tokenizer.ggml.model"), .pre = gguf_string(g, "tokenizer.ggml.pre"),
-        .name = gguf_string(g, "general.name"), .add_bos = gguf_bool(g, "tokenizer.ggml.add_bos_token"),
+        .model = gguf_string(g, "tokenizer.ggml.model"),
+        .pre = gguf_string(g, "tokenizer.ggml.pre"),
+        .name = gguf_string(g, "general.name"),
+        .add_bos = gguf_bool(g, "tokenizer.ggml.add_bos_token"),
         .add_eos = gguf_bool(g, "tokenizer.ggml.add_eos_token"),
         .add_space_prefix = gguf_bool(g, "tokenizer.ggml.add_space_prefix"),
     };
-    const struct { const char *key; int64_t *id; } ids[] = {
-        {"tokenizer.ggml.bos_token_id", &f.bos}, {"tokenizer.ggml.eos_token_id", &f.eos},
-        {"tokenizer.ggml.unknown_token_id", &f.unk}, {"tokenizer.ggml.eot_token_id", &f.eot},
-        {"tokenizer.ggml.eom_token_id", &f.eom}, {"tokenizer.ggml.fim_pad_token_id", &f.fim_pad},
-        {"tokenizer.ggml.fim_rep_token_id", &f.fim_rep}, {"tokenizer.ggml.fim_sep_token_id", &f.fim_sep},
+    const struct { const char *key; int64_t *id;
+    } ids[] = {
+        {"tokenizer.ggml.bos_token_id", &f.bos},
+        {"tokenizer.ggml.eos_token_id", &f.eos},
+        {"tokenizer.ggml.unknown_token_id", &f.unk},
+        {"tokenizer.ggml.eot_token_id", &f.eot},
+        {"tokenizer.ggml.eom_token_id", &f.eom},
+        {"tokenizer.ggml.fim_pad_token_id", &f.fim_pad},
+        {"tokenizer.ggml.fim_rep_token_id", &f.fim_rep},
+        {"tokenizer.ggml.fim_sep_token_id", &f.fim_sep},
     };
-    for (int i = 0; i < COUNT(ids); i++) *ids[i].id = gguf_int(g, ids[i].key, INT64_MIN, INT64_MAX, -1);
+    for (int i = 0; i < COUNT(ids); i++)
+        *ids[i].id = gguf_int(g, ids[i].key, INT64_MIN, INT64_MAX, -1);
     gguf_string_array(g, "tokenizer.ggml.tokens", &f.tokens, &f.n_tokens);
     gguf_string_array(g, "tokenizer.ggml.merges", &f.merges, &f.n_merges);
     gguf_number_array(g, "tokenizer.ggml.scores", &f.scores, &f.n_scores, &f.score_type);
@@ -3795,11 +3831,13 @@ static void gguf_vocab(Model *m, const Gguf *g) {
 
 static void tensor_add(Model *m, const Tensor *t) { // to the bytes that a token reads
     const Format *f = t->format;
-    m->weight_bytes += (int64_t)t->stride * t->rows + (t->scales ? t->rows * t->cols / t->group * 4 : 0);
+    m->weight_bytes += (int64_t)t->stride * t->rows
+                       + (t->scales ? t->rows * t->cols / t->group * 4 : 0);
     if (f->id != TYPE_F32) m->all_f32 = false;
 }
 
-// Opens a mapped model file; `need` says what has to be there, 0: read what is there. Dies with the reason.
+// Opens a mapped model file; `need` says what has to be there, 0: read what is there. Dies with the
+// reason.
 static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
     m->file = file;
     Reader *r = &m->file;
@@ -3812,19 +3850,20 @@ static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
         if (need & NEED_VOCAB || (!need && gguf_find(g, "tokenizer.ggml.tokens"))) gguf_vocab(m, g);
         if (need & NEED_WEIGHTS || (!need && m->config.arch && g->n_tensors)) {
             if (!m->config.arch)
-                die("%s: architecture `%.*s`, expected one of: %s", r->name, (int)MIN(arch.n, 100), arch.p,
-                    archs[0].name);
+                die("%s: architecture `%.*s`, expected one of: %s", r->name, (int)MIN(arch.n, 100),
+                    arch.p, archs[0].name);
             if (!g->n_tensors) die("%s: a vocabulary without a model (0 tensors)", r->name);
             gguf_config(m, g);
             gguf_weights(m, g);
             if (need & NEED_VOCAB && m->vocab.size > m->config.vocab_size)
-                die("%s: %d tokens, but the embedding has %d rows", r->name, m->vocab.size, m->config.vocab_size);
+                die("%s: %d tokens, but the embedding has %d rows", r->name, m->vocab.size,
+                    m->config.vocab_size);
         }
     } else {
         if (r->size >= 4 && (!memcmp(r->base, "FUGG", 4) || !memcmp(r->base, "tjgg", 4)
                              || !memcmp(r->base, "fmgg", 4) || !memcmp(r->base, "lmgg", 4)))
-            die("%s: byte 0: magic %.4s: a format before GGUF (or one of the other byte order)", r->name,
-                (const char *)r->base);
+            die("%s: byte 0: magic %.4s: a format before GGUF (or one of the other byte order)",
+                r->name, (const char *)r->base);
         bin_open(m);
         if (need & NEED_VOCAB) bin_vocab(m, tokenizer);
     }
@@ -3833,7 +3872,8 @@ static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
     tensor_add(m, &m->output);
     for (int i = 0; i < m->config.n_layers; i++)
         for (int p = 0; p < COUNT(parts); p++)
-            if (parts[p].rows != NO_DIM) tensor_add(m, (const Tensor *)((const char *)&m->layers[i] + parts[p].at));
+            if (parts[p].rows != NO_DIM)
+                tensor_add(m, (const Tensor *)((const char *)&m->layers[i] + parts[p].at));
 }
 
 static void model_close(Model *m) {
@@ -3849,13 +3889,13 @@ static void model_close(Model *m) {
 /* ------------------------------------------------------------------------------------------------
  * Chapter 6. One forward pass
  *
- * n rows in, one path: decoding is n = 1, a prompt is read n = chunk rows at a time, scoring asks for
- * the logits of every row. All threads of the team walk the same code: a step hands out tickets (rows
- * of activations, rows of a matrix, heads) and ends when all are done. What a row computes depends on
- * its token, its position and the cache, never on its company: no sum is split over tickets, and each
- * output element is one fixed sequence of operations (chapter 3). So chunk and thread count change
- * the time, not one bit of the text. The price is that threads meet some nine times a layer.
- * Nothing is allocated here: a session sizes everything when it starts.
+ * n rows in, one path: decoding is n = 1, a prompt is read n = chunk rows at a time, scoring asks
+ * for the logits of every row. All threads of the team walk the same code: a step hands out tickets
+ * (rows of activations, rows of a matrix, heads) and ends when all are done. What a row computes
+ * depends on its token, its position and the cache, never on its company: no sum is split over
+ * tickets, and each output element is one fixed sequence of operations (chapter 3). So chunk and
+ * thread count change the time, not one bit of the text. The price is that threads meet some nine
+ * times a layer. Nothing is allocated here: a session sizes everything when it starts.
  */
 typedef struct { int token, pos; } Row; // one position of one sequence
 
@@ -3882,13 +3922,13 @@ typedef struct {
     int logit_rows;
     uint8_t *acts;                      // activations in front of a matrix, chapter 3
     float *scores;                      // per worker, (QUERY_TILE, seq_len rounded up to blocks)
-    float *trace;                       // tests only: residual after each layer, (layers, chunk, dim)
+    float *trace; // tests only: residual after each layer, (layers, chunk, dim)
 } Session;
 
 typedef struct { Session *s; int n, want; } Pass;
 
-// ---- the cache: in a slot first the keys of all kv heads, (kv head, block, head_size, 8 positions),
-// then the values, (kv head, position, head_size)
+// ---- the cache: in a slot first the keys of all kv heads, (kv head, block, head_size, 8
+// positions), then the values, (kv head, position, head_size)
 static int64_t kv_room(const Session *s) { return ((int64_t)s->seq_len + 7) / 8 * 8; }
 
 static uint8_t *kv_keys(const Session *s, const Layer *l, int head) {
@@ -3980,7 +4020,8 @@ static void rope_apply(const Session *s, const Layer *l, float *heads, int n, in
 // ---- attention
 // One tile: up to QUERY_TILE queries of one kv head, query t being head t % group of row t / group.
 // Scores of a query are all there before its softmax, so no result hangs on how rows were tiled.
-static void attention_tile(const Pass *p, Worker *w, const Layer *l, Acts *a, int kv_head, int tile) {
+static void attention_tile(const Pass *p, Worker *w, const Layer *l, Acts *a, int kv_head,
+                           int tile) {
     Session *s = p->s;
     const VecOps *ops = &vec_ops[s->team.isa];
     int d = l->head_size, group = l->n_heads / l->n_kv_heads, first = tile * QUERY_TILE;
@@ -3997,7 +4038,8 @@ static void attention_tile(const Pass *p, Worker *w, const Layer *l, Acts *a, in
         from[t] = l->window && to[t] > l->window ? to[t] - l->window : 0;
         lo = MIN(lo, from[t]), hi = MAX(hi, to[t]);
     }
-    ops->scores(s->half, q, nq, kv_keys(s, l, kv_head), d, lo / 8, (hi + 7) / 8, l->score_scale, score);
+    ops->scores(s->half, q, nq, kv_keys(s, l, kv_head), d, lo / 8, (hi + 7) / 8, l->score_scale,
+                score);
     int64_t all_from = 0, all_to = room;                // the range that every query sees
     for (int t = 0; t < nq; t++) {
         z[t] = ops->exps(score[t], from[t], to[t], ops->row_max(score[t], from[t], to[t]));
@@ -4023,7 +4065,8 @@ static void layer_attention(const Pass *p, Worker *w, const Layer *l) {
     for (long i; (i = team_take(w->team)) < p->n;) row_to_acts(s, &a, (int)i, (int)i, l->attn_norm);
     team_wait(w->team);
 
-    matmul(w, &a, (Product[]){{&l->wq, s->q, q_dim}, {&l->wk, s->k, kv_dim}, {&l->wv, s->v, kv_dim}}, 3);
+    matmul(w, &a,
+           (Product[]){{&l->wq, s->q, q_dim}, {&l->wk, s->k, kv_dim}, {&l->wv, s->v, kv_dim}}, 3);
 
     for (long i; (i = team_take(w->team)) < p->n;) {
         float *q = s->q + i * q_dim, *k = s->k + i * kv_dim, *v = s->v + i * kv_dim;
@@ -4036,7 +4079,8 @@ static void layer_attention(const Pass *p, Worker *w, const Layer *l) {
 
     int tiles = (p->n * (l->n_heads / l->n_kv_heads) + QUERY_TILE - 1) / QUERY_TILE;
     for (long i; (i = team_take(w->team)) < (long)tiles * l->n_kv_heads;)
-        attention_tile(p, w, l, &att, (int)(i % l->n_kv_heads), tiles - 1 - (int)(i / l->n_kv_heads));
+        attention_tile(p, w, l, &att, (int)(i % l->n_kv_heads),
+                       tiles - 1 - (int)(i / l->n_kv_heads));
     team_wait(w->team);
     for (long i; (i = team_take(w->team)) < p->n;) acts_quantise(s->team.isa, &att, (int)i);
     team_wait(w->team);
@@ -4090,7 +4134,8 @@ static void forward_worker(void *arg, int rank) {
         layer_attention(p, w, &m->layers[l]);
         layer_ffn(p, w, &m->layers[l]);
         if (s->trace && rank == 0)
-            memcpy(s->trace + (int64_t)l * s->chunk * dim, s->x, sizeof(float) * (size_t)(p->n * dim));
+            memcpy(s->trace + (int64_t)l * s->chunk * dim, s->x,
+                   sizeof(float) * (size_t)(p->n * dim));
     }
     int n = p->want == WANT_ALL ? p->n : p->want == WANT_LAST;
     if (!n) return;
@@ -4115,9 +4160,9 @@ static float *forward(Session *s, int n, int want) {
  * Logits in, one index out. The steps and their order: repetition penalty; at temperature 0 the
  * largest logit, the lowest id among equals; else top-k; division by the temperature and softmax;
  * min-p; top-p; one draw. Zero means off for each. With llama2.c's options alone this is llama2.c's
- * sampler: the same generator, one number a token, candidates walked in id order without top-p and in
- * falling probability with it, so its seeds give its texts. The vocabulary is never sorted: a heap
- * gives up its best until enough probability is gathered.
+ * sampler: the same generator, one number a token, candidates walked in id order without top-p and
+ * in falling probability with it, so its seeds give its texts. The vocabulary is never sorted: a
+ * heap gives up its best until enough probability is gathered.
  */
 enum { PENALTY_WINDOW = 64 };           // tokens that the repetition penalty looks back on
 
@@ -4160,7 +4205,8 @@ static void penalise(float *logits, int n, const int *recent, int n_recent, floa
     for (int i = from; i < n_recent; i++) {
         int id = recent[i], j = from;
         while (recent[j] != id) j++;
-        if (j == i && id < n) logits[id] = logits[id] > 0 ? logits[id] / penalty : logits[id] * penalty;
+        if (j == i && id < n)
+            logits[id] = logits[id] > 0 ? logits[id] / penalty : logits[id] * penalty;
     }
 }
 
@@ -4171,8 +4217,8 @@ static int argmax(const float *logits, int n) {
     return best;
 }
 
-// Moves the best of list[0 .. n) to its front, best first: at most `most`, and no more than it takes for
-// their sum to pass `enough`. Gives their number.
+// Moves the best of list[0 .. n) to its front, best first: at most `most`, and no more than it
+// takes for their sum to pass `enough`. Gives their number.
 static int keep_best(Candidate *list, int n, int most, float enough, float *sum) {
     best_heap(list, n);
     int left = n;
@@ -4225,12 +4271,12 @@ static int sample(Sampler *s, float *logits, int n, const int *recent, int n_rec
 /* ------------------------------------------------------------------------------------------------
  * Chapter 10. Sessions
  *
- * A session is a list of tokens that the cache must agree with. session_sync is the one way to change
- * it: what the new list shares with the old at its start stays, the rest is forgotten and the new
- * tokens are read in chunks. A chat simply gives its whole conversation every turn. Forgetting costs
- * nothing: rows past the end of the list are overwritten before anyone reads them. The cache is
- * reserved at once but touched only as positions are used, so a large -c costs address space, not
- * memory.
+ * A session is a list of tokens that the cache must agree with. session_sync is the one way to
+ * change it: what the new list shares with the old at its start stays, the rest is forgotten and
+ * the new tokens are read in chunks. A chat simply gives its whole conversation every turn.
+ * Forgetting costs nothing: rows past the end of the list are overwritten before anyone reads them.
+ * The cache is reserved at once but touched only as positions are used, so a large -c costs address
+ * space, not memory.
  */
 static void *aligned_memory(size_t bytes) { // 64-byte aligned scratch
     size_t rounded = (bytes + 127) / 64 * 64;
@@ -4259,7 +4305,8 @@ static void session_cache(Session *s) {
 static int default_threads(const Model *m) { return m->weight_bytes < 16000000 ? 1 : core_count(); }
 
 // A session of seq_len positions; logits for `logit_rows` rows at once.
-static Session *session_new(const Model *m, int seq_len, int chunk, bool half, int threads, int logit_rows) {
+static Session *session_new(const Model *m, int seq_len, int chunk, bool half, int threads,
+                            int logit_rows) {
     const Config *c = &m->config;
     Session *s = aligned_memory(sizeof *s);
     s->model = m, s->seq_len = seq_len, s->chunk = MIN(chunk, seq_len), s->half = half;
@@ -4321,7 +4368,8 @@ static float *session_sync(Session *s, const int *ids, int n, bool progress) {
     bool shown = false;
     while (s->n_tokens < n && !interrupted) {
         int step = MIN(s->chunk, n - s->n_tokens);
-        logits = session_feed(s, ids + s->n_tokens, step, s->n_tokens + step == n ? WANT_LAST : WANT_NONE);
+        logits = session_feed(s, ids + s->n_tokens, step,
+                              s->n_tokens + step == n ? WANT_LAST : WANT_NONE);
         if (progress && s->n_tokens < n && now() - start > 1.0) {
             fprintf(stderr, "\rreading %d of %d tokens", s->n_tokens, n);
             shown = true;
@@ -4338,18 +4386,20 @@ static double rate(double amount, double seconds) { return seconds > 1e-9 ? amou
 
 static void stats_print(const Stats *t, const Model *m) {
     double speed = rate(t->reply, t->reply_s);
-    fprintf(stderr, "achieved tok/s: %.2f (%d tokens, %.2f GB/s; prompt %d tokens, %.2f tok/s)\n", speed,
-            t->reply, speed * (double)m->weight_bytes / 1e9, t->prompt, rate(t->prompt, t->prompt_s));
+    fprintf(stderr, "achieved tok/s: %.2f (%d tokens, %.2f GB/s; prompt %d tokens, %.2f tok/s)\n",
+            speed, t->reply, speed * (double)m->weight_bytes / 1e9, t->prompt,
+            rate(t->prompt, t->prompt_s));
 }
 /* ------------------------------------------------------------------------------------------------
  * Chapter 12. Manners
  *
- * An instruct model expects its conversation in the form it was trained on. Files bring that form as a
- * program in a template language; in truth it is a few strings around each message, and these are the
- * rows of templates[]. The row is recognised by marks in the file's own template. A conversation is
- * rendered as one text and tokenised as a whole, so that words and spaces join across the borders as
- * they do in the reference, with one byte of memory for each byte of text: does it come from a message?
- * Where it does, no control token is recognised. What a user types is data, whatever it looks like.
+ * An instruct model expects its conversation in the form it was trained on. Files bring that form
+ * as a program in a template language; in truth it is a few strings around each message, and these
+ * are the rows of templates[]. The row is recognised by marks in the file's own template. A
+ * conversation is rendered as one text and tokenised as a whole, so that words and spaces join
+ * across the borders as they do in the reference, with one byte of memory for each byte of text:
+ * does it come from a message? Where it does, no control token is recognised. What a user types is
+ * data, whatever it looks like.
  */
 enum { SYSTEM, USER, REPLY };           // roles; also the letters of Message
 
@@ -4363,8 +4413,8 @@ enum {                                  // rules of a template
 };                                      // white space is dropped around both together
 
 /* To add a template: one row: marks that its template text holds, then what stands before and after
- * each kind of message and what asks for a reply ({bos} and {eos} are the vocabulary's own); rows are
- * tried from the top. Then its renderings in tests/templates.txt. */
+ * each kind of message and what asks for a reply ({bos} and {eos} are the vocabulary's own); rows
+ * are tried from the top. Then its renderings in tests/templates.txt. */
 typedef struct {
     const char *name;
     const char *mark[2];                // all of these in the file's template, NULL: no such mark
@@ -4380,13 +4430,29 @@ typedef struct {
     {"<|im_start|>assistant\n", "<|im_end|>\n"}, "<|im_start|>assistant\n", default_system, 0}
 
 static const Template templates[] = {
-    CHATML("smollm2", "named SmolLM", "You are a helpful AI assistant named SmolLM, trained by Hugging Face"),
+    CHATML("smollm2", "named SmolLM",
+           "You are a helpful AI assistant named SmolLM, trained by Hugging Face"),
     CHATML("qwen2.5", "You are Qwen, created by Alibaba Cloud",
            "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
     CHATML("chatml", NULL, NULL),
-    {"llama2", {"[INST]", "<<SYS>>"}, "", {"<<SYS>>\n", "\n<</SYS>>\n\n"}, {"{bos}[INST] ", " [/INST]"},
-     {" ", " {eos}"}, "", NULL, TRIM_USER | TRIM_REPLY | SYSTEM_IN_USER},
-    {"plain", {"(no file's template is plain)", NULL}, "{bos}", {"", "\n"}, {"", "\n"}, {"", "\n"}, "", NULL, 0},
+    {"llama2",
+     {"[INST]", "<<SYS>>"},
+     "",
+     {"<<SYS>>\n", "\n<</SYS>>\n\n"},
+     {"{bos}[INST] ", " [/INST]"},
+     {" ", " {eos}"},
+     "",
+     NULL,
+     TRIM_USER | TRIM_REPLY | SYSTEM_IN_USER},
+    {"plain",
+     {"(no file's template is plain)", NULL},
+     "{bos}",
+     {"", "\n"},
+     {"", "\n"},
+     {"", "\n"},
+     "",
+     NULL,
+     0},
 };
 #undef CHATML
 
@@ -4403,18 +4469,25 @@ static const Template *template_named(const char *name) {
     return NULL;
 }
 
-// The row for a model: by its own template's marks; else what its vocabulary suggests, with a warning.
+// The row for a model: by its own template's marks; else what its vocabulary suggests, with a
+// warning.
 static const Template *template_find(const Model *m, Str *warnings) {
     for (int i = 0; m->chat_template.n && i < COUNT(templates); i++) {
         const Template *t = &templates[i];
-        if (span_has(m->chat_template, t->mark[0]) && (!t->mark[1] || span_has(m->chat_template, t->mark[1])))
+        if (span_has(m->chat_template, t->mark[0])
+            && (!t->mark[1] || span_has(m->chat_template, t->mark[1])))
             return t;
     }
-    const char *name = !m->gguf ? "llama2" : tok_find(&m->vocab, SPAN("<|im_start|>")) >= 0 ? "chatml" : "plain";
+    const char *name = !m->gguf                                         ? "llama2"
+                       : tok_find(&m->vocab, SPAN("<|im_start|>")) >= 0 ? "chatml"
+                                                                        : "plain";
     if (m->gguf)
-        str_printf(warnings, "%s: %s; the chat uses the form `%s` (--template NAME forces another)\n",
-                   m->file.name, m->chat_template.n ? "its chat template is not one of those known"
-                                                    : "no chat template: is this an instruct model?", name);
+        str_printf(warnings,
+                   "%s: %s; the chat uses the form `%s` (--template NAME forces another)\n",
+                   m->file.name,
+                   m->chat_template.n ? "its chat template is not one of those known"
+                                      : "no chat template: is this an instruct model?",
+                   name);
     return template_named(name);
 }
 
@@ -4500,8 +4573,8 @@ static void rendering_free(Rendering *r) { str_free(&r->text), str_free(&r->type
 /* ------------------------------------------------------------------------------------------------
  * Chapter 13. Modes
  *
- * What the program does with a model: one function a mode, listed in modes[] of chapter 14. stdout gets
- * the text (or the result) and nothing else; numbers, progress and warnings go to stderr.
+ * What the program does with a model: one function a mode, listed in modes[] of chapter 14. stdout
+ * gets the text (or the result) and nothing else; numbers, progress and warnings go to stderr.
  */
 enum { DEFAULT_STEPS = 256, DEFAULT_CONTEXT = 4096, DEFAULT_CHUNK = 128, SCORE_PIECE = 512 };
 
@@ -4529,11 +4602,13 @@ static void unescape(Str *s) {
     static const char from[] = "ntr\\\"'0", to[] = "\n\t\r\\\"'\0";
     size_t n = 0;
     for (size_t i = 0; i < s->n; i++) {
-        const char *known = s->p[i] == '\\' && i + 1 < s->n && s->p[i + 1] ? strchr(from, s->p[i + 1]) : NULL;
+        const char *known =
+            s->p[i] == '\\' && i + 1 < s->n && s->p[i + 1] ? strchr(from, s->p[i + 1]) : NULL;
         unsigned code;
         if (known) s->p[n++] = to[known - from], i++;
-        else if (s->p[i] == '\\' && i + 3 < s->n && s->p[i + 1] == 'x' && isxdigit((unsigned char)s->p[i + 2])
-                 && isxdigit((unsigned char)s->p[i + 3]) && sscanf(s->p + i + 2, "%2x", &code) == 1)
+        else if (s->p[i] == '\\' && i + 3 < s->n && s->p[i + 1] == 'x'
+                 && isxdigit((unsigned char)s->p[i + 2]) && isxdigit((unsigned char)s->p[i + 3])
+                 && sscanf(s->p + i + 2, "%2x", &code) == 1)
             s->p[n++] = (char)code, i += 3;
         else s->p[n++] = s->p[i];
     }
@@ -4588,7 +4663,8 @@ static Session *start_session(const Options *o, const Model *m, int64_t position
     int threads = o->threads == UNSET || !o->threads ? default_threads(m)
                 : (int)MIN(MAX(o->threads, 1), MAX_THREADS);
     if (positions > m->config.seq_len && !o->quiet)
-        fprintf(stderr, "warning: -c %lld is more than the %d positions the model was trained for\n",
+        fprintf(stderr,
+                "warning: -c %lld is more than the %d positions the model was trained for\n",
                 (long long)positions, m->config.seq_len);
     return session_new(m, (int)MIN(positions, MAX_POSITIONS), chunk, half, threads, logit_rows);
 }
@@ -4600,9 +4676,13 @@ static int64_t context_size(const Options *o, const Model *m, int64_t wanted) {
 
 static Sampler start_sampler(const Options *o, const Session *s) {
     Sampler sampler = {
-        .temperature = (float)MAX(o->temperature, 0), .top_p = (float)o->top_p, .min_p = (float)o->min_p,
-        .repeat_penalty = (float)o->repeat_penalty, .top_k = (int)MIN(MAX(o->top_k, 0), INT_MAX),
-        .rng = o->seed > 0 ? (uint64_t)o->seed : time_seed(), .isa = s->team.isa,
+        .temperature = (float)MAX(o->temperature, 0),
+        .top_p = (float)o->top_p,
+        .min_p = (float)o->min_p,
+        .repeat_penalty = (float)o->repeat_penalty,
+        .top_k = (int)MIN(MAX(o->top_k, 0), INT_MAX),
+        .rng = o->seed > 0 ? (uint64_t)o->seed : time_seed(),
+        .isa = s->team.isa,
         .list = xalloc((size_t)s->model->config.vocab_size, sizeof(Candidate)),
     };
     if (!sampler.rng) sampler.rng = 1;  // a state of 0 would stay 0
@@ -4613,7 +4693,8 @@ static Sampler start_sampler(const Options *o, const Session *s) {
 
 // Ids that may be sampled: embedding rows beyond the tokenizer's entries mean nothing.
 static int sample_size(const Model *m) {
-    return m->vocab.size && m->vocab.size < m->config.vocab_size ? m->vocab.size : m->config.vocab_size;
+    return m->vocab.size && m->vocab.size < m->config.vocab_size ? m->vocab.size
+                                                                 : m->config.vocab_size;
 }
 
 static void put(Span s) { // to stdout; a reader that went away ends the program quietly
@@ -4669,9 +4750,10 @@ static int cmd_generate(const Options *o, const Model *m) {
         die("the prompt has %lld tokens, the context %lld positions (-c N makes it larger)",
             (long long)prompt, (long long)context);
     Speaker speaker = speaker_new(o, m, NULL);
-    bool bos = ids.p[0] == m->vocab.bos;                    // it marks the beginning and is not shown
+    bool bos = ids.p[0] == m->vocab.bos; // it marks the beginning and is not shown
     speaker.prev = o->no_echo ? ids.p[prompt - 1] : bos ? ids.p[0] : NO_TOKEN;
-    for (int64_t i = bos; !o->no_echo && i < (cut ? steps + bos : prompt); i++) speaker_say(&speaker, ids.p[i]);
+    for (int64_t i = bos; !o->no_echo && i < (cut ? steps + bos : prompt); i++)
+        speaker_say(&speaker, ids.p[i]);
     Stats stats = {.prompt = (int)prompt};
     if (!cut) {
         Session *s = start_session(o, m, MIN(context, MAX(steps, prompt)), 1);
@@ -4697,8 +4779,8 @@ static int cmd_generate(const Options *o, const Model *m) {
     return interrupted ? 130 : 0;
 }
 
-// ---- chat
-// One line of stdin; a backslash at its end, typed at a terminal, goes on in the next one. False at the end.
+// ---- chat One line of stdin; a backslash at its end, typed at a terminal, goes on in the next
+// one. False at the end.
 static bool read_line(Str *line, bool terminal) {
     line->n = 0;
     bool any = false;
@@ -4736,25 +4818,30 @@ typedef struct {
     Stats stats;
 } Chat;
 
-// The conversation as ids. While it leaves no room for a reply the oldest turn is dropped, the system
-// message never; the user is told. False if even the last message alone is too long.
+// The conversation as ids. While it leaves no room for a reply the oldest turn is dropped, the
+// system message never; the user is told. False if even the last message alone is too long.
 static bool chat_prompt(Chat *c, Ids *ids) {
     int room = MIN(c->limit / 4, 64) + 1;
     for (bool told = false;; told = true) {
         Rendering r = render(&c->m->vocab, c->form, &c->talk);
         ids->n = 0;
-        tok_encode(&c->m->vocab, (Span){r.text.p, r.text.n}, (const uint8_t *)r.typed.p, TOK_SPECIAL, ids);
+        tok_encode(&c->m->vocab, (Span){r.text.p, r.text.n}, (const uint8_t *)r.typed.p,
+                   TOK_SPECIAL, ids);
         rendering_free(&r);
         if ((int64_t)ids->n + room <= c->limit) return true;
-        int first = c->talk.n && c->talk.p[0].role == SYSTEM, oldest = MIN(2, c->talk.n - first - 1);
+        int first = c->talk.n && c->talk.p[0].role == SYSTEM,
+            oldest = MIN(2, c->talk.n - first - 1);
         if (oldest < 2) {
             fprintf(stderr, "this message makes %zu tokens, the context has %d positions: left out "
                     "(-c N makes it larger)\n", ids->n, c->limit);
             return false;
         }
-        if (!told) fprintf(stderr, "context full (%zu of %d): the oldest messages are forgotten\n", ids->n, c->limit);
+        if (!told)
+            fprintf(stderr, "context full (%zu of %d): the oldest messages are forgotten\n", ids->n,
+                    c->limit);
         for (int i = first; i < first + 2; i++) str_free(&c->talk.p[i].text);
-        memmove(c->talk.p + first, c->talk.p + first + 2, sizeof(Message) * (size_t)(c->talk.n - first - 2));
+        memmove(c->talk.p + first, c->talk.p + first + 2,
+                sizeof(Message) * (size_t)(c->talk.n - first - 2));
         c->talk.n -= 2;
     }
 }
@@ -4863,8 +4950,8 @@ static void score_piece(Session *s, const int *ids, int n, int from, Score *t, F
             die("--logits: cannot write: %s", strerror(errno));
         for (int i = 0; i < step; i++)
             if (done + i >= from && done + i + 1 < n)
-                score_add(t, score_nll(&vec_ops[s->team.isa], logits + (size_t)i * vocab, (int)vocab,
-                                       ids[done + i + 1]));
+                score_add(t, score_nll(&vec_ops[s->team.isa], logits + (size_t)i * vocab,
+                                       (int)vocab, ids[done + i + 1]));
         done += step;
     }
 }
@@ -4877,14 +4964,17 @@ static int cmd_score(const Options *o, const Model *m) {
     if (pieces && o->logits)
         die("--logits: the text has %zu tokens, the context %lld positions: use -c %zu", ids.n,
             (long long)context, ids.n);
-    if (pieces && context < 4) die("score: -c %lld is too small to cut a text in pieces", (long long)context);
+    if (pieces && context < 4)
+        die("score: -c %lld is too small to cut a text in pieces", (long long)context);
     FILE *dump = o->logits ? fopen(o->logits, "wb") : NULL;
     if (o->logits && !dump) die("%s: cannot open: %s", o->logits, strerror(errno));
     Session *s = start_session(o, m, context, 32);
     Score t = {0};
     if (!pieces) score_piece(s, ids.p, (int)ids.n, 0, &t, dump);
-    for (size_t at = 0; pieces && at + (size_t)context <= ids.n && !interrupted; at += (size_t)context) {
-        int first = ids.p[at];          // as llama.cpp's perplexity tool: BOS in its place, second half counts
+    for (size_t at = 0; pieces && at + (size_t)context <= ids.n && !interrupted;
+         at += (size_t)context) {
+        int first =
+            ids.p[at]; // as llama.cpp's perplexity tool: BOS in its place, second half counts
         if (m->vocab.add_bos && m->vocab.bos >= 0) ids.p[at] = m->vocab.bos;
         score_piece(s, ids.p + at, (int)context, (int)(context / 2), &t, NULL);
         ids.p[at] = first;
@@ -4904,8 +4994,10 @@ static int cmd_score(const Options *o, const Model *m) {
 }
 
 // ---- bench
-static void bench_line(const Session *s, const char *phase, int tokens, int depth, double seconds, double bytes) {
-    printf("%s,%d,%d,%d,%.2f,%.2f\n", phase, tokens, depth, s->team.n, rate(tokens, seconds), rate(bytes, seconds) / 1e9);
+static void bench_line(const Session *s, const char *phase, int tokens, int depth, double seconds,
+                       double bytes) {
+    printf("%s,%d,%d,%d,%.2f,%.2f\n", phase, tokens, depth, s->team.n, rate(tokens, seconds),
+           rate(bytes, seconds) / 1e9);
     fflush(stdout);
 }
 
@@ -4916,8 +5008,9 @@ static int cmd_bench(const Options *o, const Model *m) {
     Session *s = start_session(o, m, room, 1);
     uint64_t rng = 42;
     int *ids = xalloc((size_t)room, sizeof *ids), prefill = (int)MIN(PREFILL, room);
-    for (int64_t i = 0; i < room; i++) ids[i] = (int)(rng_next(&rng) % (uint32_t)m->config.vocab_size);
-    session_sync(s, ids, MIN(8, prefill), false);           // first touch of the weights is not timed
+    for (int64_t i = 0; i < room; i++)
+        ids[i] = (int)(rng_next(&rng) % (uint32_t)m->config.vocab_size);
+    session_sync(s, ids, MIN(8, prefill), false); // first touch of the weights is not timed
     s->n_tokens = 0;
     printf("phase,tokens,depth,threads,tokens_per_s,gb_per_s\n");
     double start = now();
@@ -4950,24 +5043,37 @@ static void info_types(const Model *m, Str *out) {
     }
     const Config *c = &m->config;
     if (!m->gguf)
-        parameters = (int64_t)c->dim * ((int64_t)c->vocab_size * (m->tied ? 1 : 2) + 1 + (int64_t)c->n_layers
-                     * (2 + 2LL * c->dim + 2LL * c->n_kv_heads * c->head_size + 3LL * c->hidden_dim));
+        parameters = (int64_t)c->dim
+                     * ((int64_t)c->vocab_size * (m->tied ? 1 : 2) + 1
+                        + (int64_t)c->n_layers
+                              * (2 + 2LL * c->dim + 2LL * c->n_kv_heads * c->head_size
+                                 + 3LL * c->hidden_dim));
     str_printf(out, "parameters: %lld\ntypes:", (long long)parameters);
     for (int i = 0; i < COUNT(count); i++)
-        if (count[i]) str_printf(out, " %s %lld", i < COUNT(formats) ? formats[i].name : "unknown", (long long)count[i]);
-    str_printf(out, "%s\nfile_bytes: %zu\n", m->gguf ? "" : m->version == 2 ? " int8" : " f32", m->file.size);
+        if (count[i])
+            str_printf(out, " %s %lld", i < COUNT(formats) ? formats[i].name : "unknown",
+                       (long long)count[i]);
+    str_printf(out, "%s\nfile_bytes: %zu\n",
+               m->gguf           ? ""
+               : m->version == 2 ? " int8"
+                                 : " f32",
+               m->file.size);
 }
 
 static void info_config(const Model *m, Str *out) {
     const Config *c = &m->config;
-    str_printf(out, "layers: %d\nwidth: %d\nhidden: %d\nheads: %d\nkv_heads: %d\nhead_size: %d\ncontext: %d\n"
-               "cache_bytes_per_token: %lld\n", c->n_layers, c->dim, c->hidden_dim, c->n_heads, c->n_kv_heads,
-               c->head_size, c->seq_len, (long long)cache_bytes_per_token(m, !m->all_f32));
+    str_printf(
+        out,
+        "layers: %d\nwidth: %d\nhidden: %d\nheads: %d\nkv_heads: %d\nhead_size: %d\ncontext: %d\n"
+        "cache_bytes_per_token: %lld\n",
+        c->n_layers, c->dim, c->hidden_dim, c->n_heads, c->n_kv_heads, c->head_size, c->seq_len,
+        (long long)cache_bytes_per_token(m, !m->all_f32));
 }
 
 static void info_vocab(const Model *m, Str *out) {
     const Vocab *v = &m->vocab;
-    str_printf(out, "vocabulary: %d\nbos: %d%s\nstops:", v->size, v->bos, v->add_bos ? "" : " (not added)");
+    str_printf(out, "vocabulary: %d\nbos: %d%s\nstops:", v->size, v->bos,
+               v->add_bos ? "" : " (not added)");
     for (int i = 0; i < v->size; i++)
         if (v->stop[i]) str_printf(out, " %d", i), str_add(out, " ", 1), tok_name(v, i, out);
     str_printf(out, "\n");
@@ -4983,7 +5089,8 @@ static void info_sampling(const Gguf *g, Str *out) {
         const GgufValue *v = gguf_find(g, key);
         int64_t n;
         if (!v || v->array) continue;
-        if (v->type == GGUF_F32) str_printf(out, " %s %g", names[i], (double)f32_at(g->r->base + v->at));
+        if (v->type == GGUF_F32)
+            str_printf(out, " %s %g", names[i], (double)f32_at(g->r->base + v->at));
         else if (gguf_element(g, v, 0, &n)) str_printf(out, " %s %lld", names[i], (long long)n);
     }
     str_printf(out, out->n == none ? " none stated\n" : "\n");
@@ -4994,7 +5101,8 @@ static void model_info(const Model *m, Str *out) {
     Span name = m->gguf ? gguf_string(m->gguf, "general.name") : (Span){"", 0};
     Span pre = m->gguf ? gguf_string(m->gguf, "tokenizer.ggml.pre") : (Span){"", 0};
     str_printf(out, "format: %s %d\nfamily: ", m->gguf ? "GGUF" : ".bin version", m->version);
-    str_add(out, family.p, family.n), str_printf(out, "%s\nname: ", arch_find(family) ? "" : " (not known here)");
+    str_add(out, family.p, family.n),
+        str_printf(out, "%s\nname: ", arch_find(family) ? "" : " (not known here)");
     str_add(out, name.p, name.n), str_add(out, "\n", 1);
     info_types(m, out);
     if (m->config.dim) info_config(m, out);
@@ -5022,9 +5130,9 @@ static int cmd_info(const Options *o, const Model *m) {
 /* ------------------------------------------------------------------------------------------------
  * Chapter 14. Command line and main
  *
- * The table of options is the parser and the help text. llama2.c's letters keep their meaning; what is
- * new has a long name. Numbers are read whole, an unknown option is named, and wrong usage ends with
- * status 2.
+ * The table of options is the parser and the help text. llama2.c's letters keep their meaning; what
+ * is new has a long name. Numbers are read whole, an unknown option is named, and wrong usage ends
+ * with status 2.
  */
 enum { OPT_FLAG, OPT_INT, OPT_FLOAT, OPT_TEXT, OPT_TEXTS };
 
@@ -5040,29 +5148,40 @@ typedef struct {
 
 #define AT(field) offsetof(Options, field)
 static const Opt opts[] = {
-    {'m', "mode", OPT_TEXT, AT(mode), "MODE", "generate (default), chat, tokenize, score, bench, info"},
-    {'i', "input", OPT_TEXT, AT(input), "TEXT", "prompt, first message of a chat, text to tokenize or score"},
+    {'m', "mode", OPT_TEXT, AT(mode), "MODE",
+     "generate (default), chat, tokenize, score, bench, info"},
+    {'i', "input", OPT_TEXT, AT(input), "TEXT",
+     "prompt, first message of a chat, text to tokenize or score"},
     {'f', "file", OPT_TEXT, AT(file), "FILE", "the same from a file, - is stdin"},
-    {'e', "escapes", OPT_FLAG, AT(escapes), NULL, "\\n, \\t, \\xHH and friends in -i mean what they mean in C"},
-    {'n', "steps", OPT_INT, AT(steps), "N", "positions, prompt included (256; 0: the whole context; chat: 0)"},
+    {'e', "escapes", OPT_FLAG, AT(escapes), NULL,
+     "\\n, \\t, \\xHH and friends in -i mean what they mean in C"},
+    {'n', "steps", OPT_INT, AT(steps), "N",
+     "positions, prompt included (256; 0: the whole context; chat: 0)"},
     {'t', "temperature", OPT_FLOAT, AT(temperature), "X", "0 is greedy; default 1.0"},
-    {'p', "top-p", OPT_FLOAT, AT(top_p), "X", "keep the likeliest that sum to X; 0 or 1 is off; default 0.9"},
+    {'p', "top-p", OPT_FLOAT, AT(top_p), "X",
+     "keep the likeliest that sum to X; 0 or 1 is off; default 0.9"},
     {0, "top-k", OPT_INT, AT(top_k), "N", "keep the N likeliest; 0 is off"},
-    {0, "min-p", OPT_FLOAT, AT(min_p), "X", "keep what has X of the best one's probability; 0 is off"},
-    {0, "repeat-penalty", OPT_FLOAT, AT(repeat_penalty), "X", "weaken the last 64 tokens; 0 or 1 is off"},
+    {0, "min-p", OPT_FLOAT, AT(min_p), "X",
+     "keep what has X of the best one's probability; 0 is off"},
+    {0, "repeat-penalty", OPT_FLOAT, AT(repeat_penalty), "X",
+     "weaken the last 64 tokens; 0 or 1 is off"},
     {'s', "seed", OPT_INT, AT(seed), "N", "of the random numbers; 0 or less: from the clock"},
     {'y', "system", OPT_TEXT, AT(system), "TEXT", "system message of a chat; \"\" is an empty one"},
-    {0, "template", OPT_TEXT, AT(template), "NAME", "force a chat form: smollm2 qwen2.5 chatml llama2 plain"},
+    {0, "template", OPT_TEXT, AT(template), "NAME",
+     "force a chat form: smollm2 qwen2.5 chatml llama2 plain"},
     {0, "show-prompt", OPT_FLAG, AT(show_prompt), NULL, "print to stderr what the model is given"},
-    {0, "stop", OPT_TEXTS, AT(stops), "TEXT", "end a reply before this text; may be given several times"},
+    {0, "stop", OPT_TEXTS, AT(stops), "TEXT",
+     "end a reply before this text; may be given several times"},
     {0, "no-echo", OPT_FLAG, AT(no_echo), NULL, "do not repeat the prompt"},
-    {'z', "tokenizer", OPT_TEXT, AT(tokenizer), "FILE", "vocabulary of a .bin (else STEM.tokenizer.bin or tokenizer.bin)"},
+    {'z', "tokenizer", OPT_TEXT, AT(tokenizer), "FILE",
+     "vocabulary of a .bin (else STEM.tokenizer.bin or tokenizer.bin)"},
     {0, "ids", OPT_FLAG, AT(ids), NULL, "the input is token ids; nothing is added to them"},
     {0, "no-bos", OPT_FLAG, AT(no_bos), NULL, "no BOS before the text"},
     {0, "special", OPT_FLAG, AT(special), NULL, "control tokens written in the text count"},
     {0, "pieces", OPT_FLAG, AT(pieces), NULL, "tokenize: one line a token, id and piece"},
     {0, "logits", OPT_TEXT, AT(logits), "FILE", "score: write every position's logits, float32"},
-    {'c', "context", OPT_INT, AT(context), "N", "positions the cache holds (the file's context, at most 4096)"},
+    {'c', "context", OPT_INT, AT(context), "N",
+     "positions the cache holds (the file's context, at most 4096)"},
     {0, "kv", OPT_TEXT, AT(kv), "TYPE", "cache in f32 or f16 (f32 where the weights are f32)"},
     {0, "threads", OPT_INT, AT(threads), "N", "default: one a core"},
     {0, "chunk", OPT_INT, AT(chunk), "N", "rows of a prompt read in one pass (128)"},
@@ -5076,9 +5195,12 @@ static const struct {
     int (*run)(const Options *, const Model *);
     int need;
 } modes[] = {
-    {"generate", cmd_generate, NEED_VOCAB | NEED_WEIGHTS}, {"chat", cmd_chat, NEED_VOCAB | NEED_WEIGHTS},
-    {"tokenize", cmd_tokenize, NEED_VOCAB}, {"score", cmd_score, NEED_VOCAB | NEED_WEIGHTS},
-    {"bench", cmd_bench, NEED_WEIGHTS}, {"info", cmd_info, 0},
+    {"generate", cmd_generate, NEED_VOCAB | NEED_WEIGHTS},
+    {"chat", cmd_chat, NEED_VOCAB | NEED_WEIGHTS},
+    {"tokenize", cmd_tokenize, NEED_VOCAB},
+    {"score", cmd_score, NEED_VOCAB | NEED_WEIGHTS},
+    {"bench", cmd_bench, NEED_WEIGHTS},
+    {"info", cmd_info, 0},
 };
 
 static void usage(FILE *f) {
@@ -5110,7 +5232,8 @@ static void opt_set(Options *o, const Opt *opt, const char *value) {
     else if (opt->kind == OPT_TEXTS) o->stops[o->n_stops++] = (Span){value, strlen(value)};
     else if (opt->kind == OPT_INT) {
         *(int64_t *)field = strtoll(value, &end, 10);
-        if (end == value || *end || errno) die_usage("--%s: `%s` is not a whole number", opt->name, value);
+        if (end == value || *end || errno)
+            die_usage("--%s: `%s` is not a whole number", opt->name, value);
     } else {
         *(double *)field = strtod(value, &end);
         if (end == value || *end || !isfinite(*(double *)field))
@@ -5123,12 +5246,15 @@ static void opts_parse(Options *o, int argc, char **argv) {
         const char *a = argv[i];
         const Opt *opt = NULL;
         if (a[0] != '-' || !a[1]) {
-            if (o->model) die_usage("`%s`: one model file at a time (an option's value without its option?)", a);
+            if (o->model)
+                die_usage("`%s`: one model file at a time (an option's value without its option?)",
+                          a);
             o->model = a;
             continue;
         }
         for (int k = 0; k < COUNT(opts) && !opt; k++)
-            if (a[1] == '-' ? !strcmp(a + 2, opts[k].name) : a[1] == opts[k].letter && !a[2]) opt = &opts[k];
+            if (a[1] == '-' ? !strcmp(a + 2, opts[k].name) : a[1] == opts[k].letter && !a[2])
+                opt = &opts[k];
         if (!opt) die_usage("unknown option `%s`", a);
         if (opt->kind != OPT_FLAG && ++i == argc) die_usage("option `%s` needs a value", a);
         opt_set(o, opt, argv[i]);
@@ -5137,8 +5263,15 @@ static void opts_parse(Options *o, int argc, char **argv) {
 
 static int run(int argc, char **argv) {
     Options o = {
-        .mode = "generate", .temperature = 1.0, .top_p = 0.9, .seed = 0, .steps = UNSET, .threads = UNSET,
-        .chunk = UNSET, .context = UNSET, .stops = xalloc((size_t)argc, sizeof(Span)),
+        .mode = "generate",
+        .temperature = 1.0,
+        .top_p = 0.9,
+        .seed = 0,
+        .steps = UNSET,
+        .threads = UNSET,
+        .chunk = UNSET,
+        .context = UNSET,
+        .stops = xalloc((size_t)argc, sizeof(Span)),
     };
     opts_parse(&o, argc, argv);
     int mode = 0;
@@ -5150,9 +5283,12 @@ static int run(int argc, char **argv) {
         return 2;
     }
     if (o.help || o.version) return 0;
-    if (mode == COUNT(modes)) die_usage("--mode: `%s`, expected generate, chat, tokenize, score, bench or info", o.mode);
-    if (o.kv && strcmp(o.kv, "f32") && strcmp(o.kv, "f16")) die_usage("--kv: `%s`, expected f32 or f16", o.kv);
-    if (o.context != UNSET && o.context < 1) die_usage("--context: %lld, expected 1 or more", (long long)o.context);
+    if (mode == COUNT(modes))
+        die_usage("--mode: `%s`, expected generate, chat, tokenize, score, bench or info", o.mode);
+    if (o.kv && strcmp(o.kv, "f32") && strcmp(o.kv, "f16"))
+        die_usage("--kv: `%s`, expected f32 or f16", o.kv);
+    if (o.context != UNSET && o.context < 1)
+        die_usage("--context: %lld, expected 1 or more", (long long)o.context);
     if (o.top_p < 0 || o.top_p > 1) o.top_p = 0.9;          // as llama2.c
     signal(SIGPIPE, SIG_IGN);
     interrupt_arm();

@@ -218,7 +218,7 @@ static void test_invariance(void) {
             float *first = xalloc((size_t)n, row);
             for (int w = 0; w < COUNT(ways); w++)
                 for (int isa = isa_best(); isa >= 0; isa--) {
-                    if (isa == ISA_C && (!FUSED_C || w > 1)) continue; // slow, and its float rows may differ
+                    if (isa == ISA_C && (!FMA_IS_FAST || w > 1)) continue; // slow, and its float rows may differ
                     Session *s = session_new(&m, n, ways[w][1], half, ways[w][0], ways[w][1]);
                     s->team.isa = isa;
                     bool same = true;
@@ -237,7 +237,7 @@ static void test_invariance(void) {
         }
         free(ids), model_close(&m);
     }
-    if (!FUSED_C) skip("plain C against vector code: this compile has no fused multiply-add (try CFLAGS='-O2 -mfma')");
+    if (!FMA_IS_FAST) skip("plain C against vector code: this compile has no fused multiply-add (try CFLAGS='-O2 -mfma')");
     Outcome a = program("models/story.gguf", "-t", "0", "-n", "64", "--threads", "1", "--chunk", "1", NULL);
     Outcome b = program("models/story.gguf", "-t", "0", "-n", "64", "--threads", "2", "--chunk", "64", NULL);
     check(a.out.n > 100 && a.out.n == b.out.n && !memcmp(a.out.p, b.out.p, a.out.n), "the story differs");
@@ -275,6 +275,109 @@ static void test_formats(void) {
             check(count[f] > 0, "%s: no reference vectors", formats[f].name);
     if (unknown) printf("  skip: %d vectors of types that run.c does not know yet\n", unknown);
     file_unmap(&r);
+}
+
+// ---- the definition of a row's result, written out once more with nothing shared but the block loaders
+static float naive_quantised(const Tensor *t, int64_t row, const float *x) {
+    const Format *f = t->format;
+    float l[8] = {0};
+    for (int64_t j = 0; j < t->cols / 32; j++) {
+        int64_t per = f->block / 32, in = j % per * 32;
+        Block b;
+        f->open(t, t->data + row * (int64_t)t->stride + j / per * f->bytes, &b);
+        float a = 0, dx = 0, r = 0;
+        int64_t s[2] = {0}, sum[2] = {0};
+        for (int k = 0; k < 32; k++) a = fmaxf(a, fabsf(x[32 * j + k]));
+        if (a >= 0x1p-100f) dx = a / 32767, r = 32767 / a;
+        for (int k = 0; k < 32; k++) {
+            int64_t q = lrintf(x[32 * j + k] * r);
+            s[k / 16] += q * (b.u[in + k] - f->offset), sum[k / 16] += q;
+        }
+        const float *scale = &b.s[in / 32 * f->scales];
+        if (f->scales == 1) l[j % 8] = fmaf(dx * scale[0], (float)(s[0] + s[1]), l[j % 8]);
+        else for (int h = 0; h < 2; h++) l[j % 8] = fmaf(dx * scale[h], (float)s[h], l[j % 8]);
+        if (f->minimum) l[j % 8] = fmaf(dx * b.m[in / 32], (float)(sum[0] + sum[1]), l[j % 8]);
+    }
+    return ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
+}
+
+static float naive_float(const Tensor *t, int64_t row, const float *x) {
+    float y = 0, *w = xalloc((size_t)t->cols, sizeof *w);
+    tensor_row(t, row, w);
+    for (int64_t from = 0; from < t->cols; from += 2048) {
+        float l[8] = {0};
+        for (int64_t k = from; k < MIN(t->cols, from + 2048); k++) l[k % 8] = fmaf(w[k], x[k], l[k % 8]);
+        float block = ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
+        y = from ? y + block : block;
+    }
+    free(w);
+    return y;
+}
+
+typedef struct { Worker worker[2]; const Acts *x; Product product; } KernelJob;
+
+static void kernel_worker(void *arg, int rank) {
+    KernelJob *job = arg;
+    matmul(&job->worker[rank], job->x, &job->product, 1);
+}
+
+// Random weights whose scales are sane; the bytes end where the allocation ends.
+static Tensor kernel_tensor(const Format *f, int64_t rows, int64_t cols, uint64_t *rng) {
+    static const int halves[][3] = {{8, 0, 0}, {2, 0, 0}, {3, 0, 2}, {6, 0, 0}, {7, 0, 2}, {12, 0, 2}, {13, 0, 2}, {14, 208, 208}};
+    size_t stride = (size_t)(cols / f->block * f->bytes), n = stride * (size_t)rows;
+    uint8_t *data = xalloc(n, 1);
+    for (size_t i = 0; i < n; i++) data[i] = (uint8_t)rng_next(rng);
+    for (size_t i = 0; i + (size_t)f->bytes <= n; i += (size_t)f->bytes) {
+        float w = rng_float(rng) - 0.5f;
+        uint16_t h = f->id == 30 ? (uint16_t)(0x3C00 | rng_next(rng) % 512 | rng_next(rng) % 2 << 15) : f32_to_f16(w);
+        if (f->id == TYPE_F32) memcpy(data + i, &w, 4);
+        else if (!f->quantised) memcpy(data + i, &h, 2);
+        for (int k = 0; k < COUNT(halves); k++)
+            if ((int)f->id == halves[k][0]) memcpy(data + i + halves[k][1], &h, 2), memcpy(data + i + halves[k][2], &h, 2);
+    }
+    return (Tensor){.format = f, .data = data, .rows = rows, .cols = cols, .stride = stride};
+}
+
+static void test_kernels(void) {
+    static const int64_t widths[] = {1, 7, 32, 48, 96, 256, 288, 576, 1536, 2048, 2049, 2080, 2304, 5000};
+    static const int batches[] = {1, 2, 3, 5, 8, 9, 16, 17, 33};
+    uint64_t rng = 99;
+    KernelJob job;
+    for (int i = 0; i < 2; i++) job.worker[i] = (Worker){NULL, i, aligned_memory(matmul_scratch())};
+    for (int f = 0; f < COUNT(formats); f++)
+        for (int k = 0; k < COUNT(widths); k++) {
+            int64_t cols = widths[k], rows = k % 2 ? 67 : 16;
+            if (formats[f].id >= 1000 || cols % formats[f].block) continue;
+            Tensor t = kernel_tensor(&formats[f], rows, cols, &rng);
+            uint8_t *memory = aligned_memory(acts_bytes(33, cols));
+            float *y = xalloc((size_t)(33 * rows), sizeof *y), *want = xalloc((size_t)(33 * rows), sizeof *want);
+            Acts x = acts_at(memory, 33, cols);
+            for (int i = 0; i < 33; i++)
+                for (int64_t c = 0; c < cols; c++)
+                    x.x[i * x.ldx + c] = i == 3 ? 0 : (rng_float(&rng) - 0.5f) * (i == 5 && c < 32 ? 0x1p-102f : 8);
+            for (int64_t i = 0; i < 33 * rows; i++) {
+                const float *in = x.x + i / rows * x.ldx;
+                want[i] = t.format->quantised ? naive_quantised(&t, i % rows, in) : naive_float(&t, i % rows, in);
+            }
+            for (int isa = 0; isa <= isa_best(); isa++)
+                for (int b = 0; b < COUNT(batches); b++) {
+                    if (isa == ISA_C && !FMA_IS_FAST && !t.format->quantised) continue; // rounds twice, by design
+                    Team team = {.n = 1 + b % 2, .isa = isa};
+                    Acts part = x;
+                    part.n = batches[b];
+                    for (int i = 0; i < part.n; i++) acts_quantise(isa, &part, i);
+                    job.worker[0].team = job.worker[1].team = &team;
+                    job.x = &part, job.product = (Product){&t, y, rows};
+                    memset(y, 0xFF, sizeof *y * (size_t)(33 * rows));
+                    team_run(&team, kernel_worker, &job);
+                    int64_t bad = 0;
+                    for (int64_t i = 0; i < part.n * rows; i++) bad += memcmp(&y[i], &want[i], 4) != 0;
+                    check(!bad, "%s, %lld wide, %d rows of activations, isa %d: %lld results differ", t.format->name,
+                          (long long)cols, part.n, isa, (long long)bad);
+                }
+            free((void *)(uintptr_t)t.data), free(memory), free(y), free(want);
+        }
+    free(job.worker[0].scratch), free(job.worker[1].scratch);
 }
 
 // ---- tokenizers
@@ -645,6 +748,7 @@ static void test_command_line(void) {
 static const struct { const char *name, *what; void (*run)(void); } suites[] = {
     {"formats", "block decoders, bit for bit", test_formats},
     {"worked", "worked numbers of textbooks", test_worked_numbers},
+    {"kernels", "every product against its definition, bit for bit", test_kernels},
     {"reference", "logits and residuals against transformers", test_reference},
     {"invariance", "same bits whatever threads, chunk, instruction set", test_invariance},
     {"tokens", "ids against tokenizers and sentencepiece", test_tokens},
@@ -704,6 +808,16 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     return 0;
 }
 #else
+static void run_suite(void (*suite)(void)) {
+    if (!setjmp(test_jump)) {
+        suite();
+        return;
+    }
+    Outcome o = streams_close(0);
+    check(false, "the program ended: %s", o.err.p);
+    outcome_free(&o);
+}
+
 int main(int argc, char **argv) {
     setvbuf(stdout, NULL, _IOLBF, 0);
     streams_open();
@@ -714,11 +828,7 @@ int main(int argc, char **argv) {
         int before = failed;
         double start = now();
         printf("%s: %s\n", suites[g].name, suites[g].what);
-        if (setjmp(test_jump)) {
-            Outcome o = streams_close(0);
-            check(false, "the program ended: %s", o.err.p);
-            outcome_free(&o);
-        } else suites[g].run();
+        run_suite(suites[g].run);
         printf("%s: %s, %.1f s\n", suites[g].name, failed > before ? "FAILED" : "ok", now() - start);
     }
     printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
