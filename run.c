@@ -31,6 +31,7 @@
 #include <ctype.h>
 #include <errno.h>
 #include <float.h>
+#include <inttypes.h>
 #include <limits.h>
 #include <math.h>
 #include <signal.h>
@@ -38,7 +39,6 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -59,6 +59,7 @@
 // ---- strings: Str owns and grows, Span points into something else (a mapped file, a Str)
 typedef struct { char *p; size_t n, cap; } Str;
 typedef struct { const char *p; size_t n; } Span;
+#define SHOWN(span) (int)MIN((span).n, 100), (span).p // for %.*s in a message
 #define SPAN(literal) ((Span){literal, sizeof(literal) - 1})
 
 // Error and warning lines: control characters in them came from a file or a user and are shown as
@@ -203,8 +204,19 @@ static Span rd_string(Reader *r) { // u64 length, bytes
     return p ? (Span){(const char *)p, (size_t)n} : (Span){"", 0};
 }
 
+// The end for a fault at byte `at` of the file.
+_Noreturn __attribute__((format(printf, 3, 4))) static void rd_die(const Reader *r, size_t at,
+                                                                   const char *format, ...) {
+    char what[512];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(what, sizeof what, format, args);
+    va_end(args);
+    die("%s: byte %zu of %zu: %s", r->name, at, r->size, what);
+}
+
 static void rd_check(const Reader *r) { // dies if anything went wrong
-    if (r->error) die("%s: byte %zu of %zu: %s", r->name, r->error_at, r->size, r->error);
+    if (r->error) rd_die(r, r->error_at, "%s", r->error);
 }
 
 // ---- files, clock, Ctrl-C, cores: the only platform code
@@ -3252,11 +3264,13 @@ static const Part parts[] = {
 };
 
 static int64_t part_size(const Layer *l, int dim, int what) {
-    return what == DIM      ? dim
-           : what == Q_DIM  ? (int64_t)l->n_heads * l->head_size
-           : what == KV_DIM ? (int64_t)l->n_kv_heads * l->head_size
-           : what == HIDDEN ? l->hidden_dim
-                            : 1;
+    switch (what) {
+    case DIM: return dim;
+    case Q_DIM: return (int64_t)l->n_heads * l->head_size;
+    case KV_DIM: return (int64_t)l->n_kv_heads * l->head_size;
+    case HIDDEN: return l->hidden_dim;
+    }
+    return 1;
 }
 
 // A copy of a one-row tensor as floats, (cols).
@@ -3331,8 +3345,9 @@ static int bin_int(Reader *r, const char *field, int64_t low, int64_t high) {
     int32_t v = rd_i32(r);
     rd_check(r);
     if (v < low || v > high)
-        die("%s: byte %zu: %s is %d, expected %lld to %lld (not a llama2.c model?)", r->name,
-            r->at - 4, field, v, (long long)low, (long long)high);
+        rd_die(r, r->at - 4,
+               "%s is %d, expected %" PRId64 " to %" PRId64 " (is it a llama2.c model?)", field, v,
+               low, high);
     return v;
 }
 
@@ -3343,29 +3358,30 @@ static bool bin_header(Model *m, Reader *r, BinCursor *b) { // gives: is the cla
     c->n_layers = bin_int(r, "n_layers", 1, MAX_LAYERS);
     c->n_heads = bin_int(r, "n_heads", 1, c->dim);
     if (c->dim % c->n_heads || c->dim / c->n_heads % 2)
-        die("%s: n_heads is %d, expected a number that divides dim %d into even heads", r->name,
-            c->n_heads, c->dim);
+        rd_die(r, r->at - 4, "n_heads is %d, expected to cut dim %d into even heads", c->n_heads,
+               c->dim);
     c->n_kv_heads = bin_int(r, "n_kv_heads", 1, c->n_heads);
     if (c->n_heads % c->n_kv_heads)
-        die("%s: n_kv_heads is %d, expected a divisor of n_heads %d", r->name, c->n_kv_heads,
-            c->n_heads);
+        rd_die(r, r->at - 4, "n_kv_heads is %d, expected a divisor of %d", c->n_kv_heads,
+               c->n_heads);
     int vocab = bin_int(r, "vocab_size", b->version ? 1 : -MAX_VOCAB, MAX_VOCAB);
-    if (!vocab) die("%s: vocab_size is 0", r->name);
+    if (!vocab) rd_die(r, r->at - 4, "vocab_size is 0");
     c->vocab_size = abs(vocab);
     c->seq_len = bin_int(r, "seq_len", 1, MAX_POSITIONS);
     c->head_size = c->dim / c->n_heads;
-    c->norm_eps = 1e-5f;                // run.c of llama2.c; no version of the file states it
+    c->norm_eps = 1e-5f;                // llama2.c's constant; no version of the file states it
     if (!b->version) return vocab > 0;
     bool shared = rd_uint(r, 1) != 0;
     if (b->version == 2) {
         b->group = bin_int(r, "group_size", 1, MAX_DIM);
-        if ((int64_t)c->dim * c->head_size % b->group || (int64_t)c->dim * c->hidden_dim % b->group
-            || (int64_t)c->dim * c->n_kv_heads * c->head_size % b->group
-            || (int64_t)c->dim * c->vocab_size % b->group)
-            die("%s: group_size %d does not divide every matrix", r->name, b->group);
+        const int64_t rows[] = {c->vocab_size, c->dim, c->n_kv_heads * c->head_size, c->hidden_dim};
+        for (int i = 0; i < COUNT(rows); i++)
+            if (rows[i] * c->dim % b->group)
+                rd_die(r, r->at - 4, "group_size %d does not divide a matrix of %" PRId64 " x %d",
+                       b->group, rows[i], c->dim);
     }
     r->at = 256;
-    if (r->at > r->size) die("%s: %zu bytes, expected a header of 256", r->name, r->size);
+    if (r->at > r->size) rd_die(r, r->size, "the file ends in its header of 256 bytes");
     return shared;
 }
 
@@ -3388,8 +3404,7 @@ static void bin_open(Model *m) {
         r->at = 4;
         b.version = rd_i32(r);
         if (b.version != 1 && b.version != 2)
-            die("%s: byte 4: .bin version %d, expected 1 or 2 (version 0 has no magic)", r->name,
-                b.version);
+            rd_die(r, 4, ".bin version %d, expected 1 or 2 (version 0 has no magic)", b.version);
     }
     m->version = b.version;
     bool shared = bin_header(m, r, &b);
@@ -3471,8 +3486,7 @@ static void gguf_skip(Reader *r, GgufValue *v) { // moves past the value whose t
 static void gguf_pairs(Gguf *g, uint64_t n) {
     Reader *r = g->r;
     if (n > MAX_KEYS || n > (r->size - r->at) / 13)
-        die("%s: byte 16: %llu metadata pairs, more than the file can hold", r->name,
-            (unsigned long long)n);
+        rd_die(r, 16, "%" PRIu64 " metadata pairs, more than the file can hold", n);
     g->keys = xalloc((size_t)n, sizeof *g->keys), g->values = xalloc((size_t)n, sizeof *g->values);
     g->key_map = map_new((size_t)n);
     for (g->n_keys = 0; g->n_keys < (int)n; g->n_keys++) {
@@ -3482,10 +3496,9 @@ static void gguf_pairs(Gguf *g, uint64_t n) {
         g->values[i].type = (uint32_t)rd_uint(r, 4);
         gguf_skip(r, &g->values[i]);
         rd_check(r);
-        if (!g->keys[i].n) die("%s: byte %zu: a metadata key without a name", r->name, at);
+        if (!g->keys[i].n) rd_die(r, at, "a metadata key without a name");
         if (map_add(&g->key_map, g->keys, (uint32_t)i) != i)
-            die("%s: byte %zu: key %.*s stands twice", r->name, at, (int)MIN(g->keys[i].n, 200),
-                g->keys[i].p);
+            rd_die(r, at, "key %.*s stands twice", SHOWN(g->keys[i]));
     }
 }
 
@@ -3495,7 +3508,7 @@ static const GgufValue *gguf_find(const Gguf *g, const char *key) {
 }
 
 _Noreturn static void gguf_wrong(const Gguf *g, const char *key, const char *expected) {
-    die("%s: byte %zu: key %s: expected %s", g->r->name, gguf_find(g, key)->at, key, expected);
+    rd_die(g->r, gguf_find(g, key)->at, "key %s: expected %s", key, expected);
 }
 
 // Element i of an integer value of any width; false if the type is not a whole number.
@@ -3523,14 +3536,14 @@ static int64_t gguf_int(const Gguf *g, const char *key, int64_t low, int64_t hig
     if (!v) return missing;
     if (v->array || !gguf_element(g, v, 0, &n)) gguf_wrong(g, key, "a whole number");
     if (n < low || n > high)
-        die("%s: byte %zu: key %s is %lld, expected %lld to %lld", g->r->name, v->at, key,
-            (long long)n, (long long)low, (long long)high);
+        rd_die(g->r, v->at, "key %s is %" PRId64 ", expected %" PRId64 " to %" PRId64, key, n, low,
+               high);
     return n;
 }
 
-static int gguf_need(const Gguf *g, const char *key, int64_t low, int64_t high) {
+static int64_t gguf_need(const Gguf *g, const char *key, int64_t low, int64_t high) {
     if (!gguf_find(g, key)) die("%s: key %s is missing", g->r->name, key);
-    return (int)gguf_int(g, key, low, high, 0);
+    return gguf_int(g, key, low, high, 0);
 }
 
 // A finite number above zero.
@@ -3542,7 +3555,7 @@ static double gguf_positive(const Gguf *g, const char *key, double missing) {
     if (v->type == GGUF_F32) x = (double)f32_at(g->r->base + v->at);
     else memcpy(&x, g->r->base + v->at, 8);
     if (!(x > 0 && x < 1e30))
-        die("%s: byte %zu: key %s is %g, expected a number above 0", g->r->name, v->at, key, x);
+        rd_die(g->r, v->at, "key %s is %g, expected a number above 0", key, x);
     return x;
 }
 
@@ -3562,8 +3575,7 @@ static int gguf_bool(const Gguf *g, const char *key) { // -1 if missing
     return g->r->base[v->at] != 0;
 }
 
-// Checks one row of the tensor table and sizes it; its bytes are checked once the data section is
-// known.
+// Checks and sizes one row of the tensor table; where its bytes lie is checked when all are known.
 static void gguf_tensor_info(Gguf *g, int i) {
     Reader *r = g->r;
     GgufTensor *t = &g->tensors[i];
@@ -3574,48 +3586,44 @@ static void gguf_tensor_info(Gguf *g, int i) {
     for (uint32_t d = 0; d < 4; d++) t->dims[d] = d < t->n_dims && !r->error ? rd_uint(r, 8) : 1;
     t->type = (uint32_t)rd_uint(r, 4), t->offset = rd_uint(r, 8);
     rd_check(r);
-    int shown = (int)MIN(g->names[i].n, 100);
-    const char *name = g->names[i].p;
     if (map_add(&g->name_map, g->names, (uint32_t)i) != i)
-        die("%s: byte %zu: tensor %.*s stands twice", r->name, at, shown, name);
-    const Format *f = format_of(t->type);
+        rd_die(r, at, "tensor %.*s stands twice", SHOWN(g->names[i]));
     uint64_t count = 1;
     for (int d = 0; d < 4; d++) {
         if (t->dims[d] < 1 || t->dims[d] > (uint64_t)INT64_MAX / 8 / count)
-            die("%s: byte %zu: tensor %.*s: dimension %d is %llu", r->name, at, shown, name, d,
-                (unsigned long long)t->dims[d]);
+            rd_die(r, at, "tensor %.*s: dimension %d is %" PRIu64, SHOWN(g->names[i]), d,
+                   t->dims[d]);
         count *= t->dims[d];
     }
+    const Format *f = format_of(t->type);
     if (!f) return;                     // an unknown type is refused where the tensor is used
     if (t->dims[0] % (uint64_t)f->block)
-        die("%s: byte %zu: tensor %.*s: rows of %llu, expected a multiple of %d for %s", r->name,
-            at, shown, name, (unsigned long long)t->dims[0], f->block, f->name);
+        rd_die(r, at, "tensor %.*s: rows of %" PRIu64 ", expected a multiple of %d for %s",
+               SHOWN(g->names[i]), t->dims[0], f->block, f->name);
     t->bytes = count / (uint64_t)f->block * (uint64_t)f->bytes;
 }
 
 static void gguf_tensors(Gguf *g, uint64_t n) {
     Reader *r = g->r;
     if (n > MAX_TENSORS || n > (r->size - r->at) / 32)
-        die("%s: byte 8: %llu tensors, more than the file can hold", r->name,
-            (unsigned long long)n);
+        rd_die(r, 8, "%" PRIu64 " tensors, more than the file can hold", n);
     g->n_tensors = (int)n;
-    g->names = xalloc((size_t)n, sizeof *g->names),
+    g->names = xalloc((size_t)n, sizeof *g->names);
     g->tensors = xalloc((size_t)n, sizeof *g->tensors);
     g->name_map = map_new((size_t)n);
     for (int i = 0; i < g->n_tensors; i++) gguf_tensor_info(g, i);
     if (!n) return;
     uint64_t pad = (g->alignment - r->at % g->alignment) % g->alignment;
-    if (pad > r->size - r->at)
-        die("%s: %zu bytes: the file ends before its tensor data", r->name, r->size);
+    if (pad > r->size - r->at) rd_die(r, r->size, "the file ends before its tensor data");
     g->data = r->at + (size_t)pad;
     uint64_t room = r->size - g->data;
     for (int i = 0; i < g->n_tensors; i++) {
         const GgufTensor *t = &g->tensors[i];
         if (t->offset % g->alignment || t->offset > room || t->bytes > room - t->offset)
-            die("%s: tensor %.*s: %llu bytes at offset %llu, but the data section has %llu (cut "
-                "short?)",
-                r->name, (int)MIN(g->names[i].n, 100), g->names[i].p, (unsigned long long)t->bytes,
-                (unsigned long long)t->offset, (unsigned long long)room);
+            rd_die(r, g->data,
+                   "tensor %.*s: %" PRIu64 " bytes at offset %" PRIu64 ", but the data "
+                   "has %" PRIu64 " (is the file cut short?)",
+                   SHOWN(g->names[i]), t->bytes, t->offset, room);
     }
 }
 
@@ -3626,15 +3634,13 @@ static Gguf *gguf_read(Reader *r) {
     uint32_t version = (uint32_t)rd_uint(r, 4);
     uint64_t n_tensors = rd_uint(r, 8), n_keys = rd_uint(r, 8);
     if (!r->error && !(version & 0xFFFF))
-        die("%s: byte 4: a big-endian GGUF file; only little-endian ones are read", r->name);
+        rd_die(r, 4, "big-endian; only little-endian GGUF is read");
     if (!r->error && version != 2 && version != 3)
-        die("%s: byte 4: GGUF version %u, expected 2 or 3", r->name, version);
+        rd_die(r, 4, "GGUF version %u, expected 2 or 3", version);
     rd_check(r);
     gguf_pairs(g, n_keys);
     g->alignment = (uint64_t)gguf_int(g, "general.alignment", 1, 1 << 20, 32);
-    if (g->alignment & (g->alignment - 1))
-        die("%s: key general.alignment is %llu, expected a power of two", r->name,
-            (unsigned long long)g->alignment);
+    if (g->alignment & (g->alignment - 1)) gguf_wrong(g, "general.alignment", "a power of two");
     gguf_tensors(g, n_tensors);
     return g;
 }
@@ -3650,19 +3656,13 @@ static bool gguf_tensor(const Gguf *g, const char *name, int64_t rows, int64_t c
     if (i < 0) return false;
     const GgufTensor *t = &g->tensors[i];
     const Format *f = format_of(t->type);
+    size_t at = g->data + (size_t)t->offset;
     if (!f)
-        die("%s: tensor %s has weight type %u, which this program does not know", g->r->name, name,
-            t->type);
-    bool vector = rows == 1 && t->n_dims == 1;
-    if ((int64_t)t->dims[0] != cols || (int64_t)t->dims[1] != rows || t->dims[2] != 1
-        || t->dims[3] != 1 || (t->n_dims == 1 && !vector))
-        die("%s: tensor %s is (%llu, %llu, %llu), expected (%lld, %lld)", g->r->name, name,
-            (unsigned long long)t->dims[0], (unsigned long long)t->dims[1],
-            (unsigned long long)(t->dims[2] * t->dims[3]), (long long)cols, (long long)rows);
-    *out = (Tensor){.format = f,
-                    .data = g->r->base + g->data + t->offset,
-                    .rows = rows,
-                    .cols = cols,
+        rd_die(g->r, at, "tensor %s has weight type %u, which is not known here", name, t->type);
+    if ((int64_t)t->dims[0] != cols || (int64_t)t->dims[1] != rows || t->dims[2] * t->dims[3] != 1)
+        rd_die(g->r, at, "tensor %s is (%" PRIu64 ", %" PRIu64 ", %" PRIu64 "), expected (%" PRId64
+               ", %" PRId64 ")", name, t->dims[0], t->dims[1], t->dims[2] * t->dims[3], cols, rows);
+    *out = (Tensor){.format = f, .data = g->r->base + at, .rows = rows, .cols = cols,
                     .stride = (size_t)(cols / f->block) * (size_t)f->bytes};
     return true;
 }
@@ -3670,13 +3670,13 @@ static bool gguf_tensor(const Gguf *g, const char *name, int64_t rows, int64_t c
 static void gguf_tensor_need(const Gguf *g, const char *name, int64_t rows, int64_t cols,
                              Tensor *out) {
     if (!gguf_tensor(g, name, rows, cols, out))
-        die("%s: tensor %s is missing, expected (%lld, %lld)", g->r->name, name, (long long)cols,
-            (long long)rows);
+        die("%s: tensor %s is missing, expected (%" PRId64 ", %" PRId64 ")", g->r->name, name, cols,
+            rows);
 }
 
 static const char *arch_key(char key[static 160], const Gguf *g, const char *name) {
     Span arch = gguf_string(g, "general.architecture");
-    snprintf(key, 160, "%.*s.%s", (int)MIN(arch.n, 100), arch.p, name);
+    snprintf(key, 160, "%.*s.%s", SHOWN(arch), name);
     return key;
 }
 
@@ -3684,35 +3684,27 @@ static void gguf_config(Model *m, const Gguf *g) {
     Config *c = &m->config;
     char key[160];
     #define KEY(name) arch_key(key, g, name)
-    c->dim = gguf_need(g, KEY("embedding_length"), 1, MAX_DIM);
-    c->n_layers = gguf_need(g, KEY("block_count"), 1, INT_MAX);
-    c->hidden_dim = gguf_need(g, KEY("feed_forward_length"), 1, MAX_DIM);
-    c->seq_len = gguf_need(g, KEY("context_length"), 1, INT64_MAX) ;
-    c->n_heads = gguf_need(g, KEY("attention.head_count"), 1, c->dim);
+    c->dim = (int)gguf_need(g, KEY("embedding_length"), 1, MAX_DIM);
+    c->n_layers = (int)gguf_need(g, KEY("block_count"), 1, INT_MAX);
+    c->hidden_dim = (int)gguf_need(g, KEY("feed_forward_length"), 1, MAX_DIM);
+    c->seq_len = (int)MIN(gguf_need(g, KEY("context_length"), 1, INT64_MAX), MAX_POSITIONS);
+    c->n_heads = (int)gguf_need(g, KEY("attention.head_count"), 1, c->dim);
     c->n_kv_heads = (int)gguf_int(g, KEY("attention.head_count_kv"), 1, c->n_heads, c->n_heads);
-    if (c->n_heads % c->n_kv_heads)
-        die("%s: key %s is %d, expected a divisor of head_count %d", g->r->name,
-            KEY("attention.head_count_kv"), c->n_kv_heads, c->n_heads);
+    if (c->n_heads % c->n_kv_heads) gguf_wrong(g, key, "a divisor of head_count");
     c->head_size = (int)gguf_int(g, KEY("attention.key_length"), 1, 1 << 14, c->dim / c->n_heads);
-    if (gguf_int(g, KEY("attention.value_length"), 1, 1 << 14, c->head_size) != c->head_size)
-        die("%s: key %s differs from the key_length %d", g->r->name, KEY("attention.value_length"),
-            c->head_size);
+    gguf_int(g, KEY("attention.value_length"), c->head_size, c->head_size, 0); // the same here
     if ((int64_t)c->n_heads * c->head_size > MAX_DIM)
-        die("%s: %d heads of %d, expected at most %d together", g->r->name, c->n_heads,
-            c->head_size, MAX_DIM);
+        die("%s: %d heads of %d are wider than %d", g->r->name, c->n_heads, c->head_size, MAX_DIM);
     c->norm_eps = (float)gguf_positive(g, KEY("attention.layer_norm_rms_epsilon"), 1e-5);
     int n_rot = (int)gguf_int(g, KEY("rope.dimension_count"), 2, c->head_size, c->head_size);
-    if (n_rot % 2)
-        die("%s: key %s is %d, expected an even number", g->r->name, KEY("rope.dimension_count"),
-            n_rot);
+    if (n_rot % 2) die("%s: heads of %d (rope %d), expected even", g->r->name, c->head_size, n_rot);
+    double base = gguf_positive(g, KEY("rope.freq_base"), 10000.0);
+    double factor = gguf_positive(g, KEY("rope.scale_linear"), 1); // the old name
+    factor = gguf_positive(g, KEY("rope.scaling.factor"), factor);
     Span scaling = gguf_string(g, KEY("rope.scaling.type"));
-    double factor =
-        gguf_positive(g, KEY("rope.scaling.factor"), gguf_positive(g, KEY("rope.scale_linear"), 1));
     if (scaling.n && !span_is(scaling, "none") && !span_is(scaling, "linear"))
-        die("%s: key %s is %.*s, expected none or linear", g->r->name, KEY("rope.scaling.type"),
-            (int)MIN(scaling.n, 40), scaling.p);
-    rope_init(&c->rope[0], n_rot, gguf_positive(g, KEY("rope.freq_base"), 10000.0),
-              span_is(scaling, "none") ? 1.0 : factor);
+        gguf_wrong(g, key, "none or linear");
+    rope_init(&c->rope[0], n_rot, base, span_is(scaling, "none") ? 1.0 : factor);
     #undef KEY
 }
 
@@ -3736,7 +3728,7 @@ static void gguf_weights(Model *m, const Gguf *g) {
     int64_t i = map_find(&g->name_map, g->names, SPAN("token_embd.weight"));
     uint64_t rows = i < 0 ? 0 : g->tensors[i].dims[1];
     if (rows > MAX_VOCAB)
-        die("%s: tensor token_embd.weight has %llu rows", g->r->name, (unsigned long long)rows);
+        die("%s: tensor token_embd.weight has %" PRIu64 " rows", g->r->name, rows);
     c->vocab_size = (int)rows;
     gguf_tensor_need(g, "token_embd.weight", MAX(c->vocab_size, 1), c->dim, &m->embedding);
     m->tied = !gguf_tensor(g, "output.weight", c->vocab_size, c->dim, &m->output);
@@ -3912,6 +3904,7 @@ typedef struct {
     size_t cache_bytes, slot_bytes;
     int *tokens;                        // what the cache holds, (seq_len)
     int n_tokens;
+    int64_t fed;                        // rows read so far, for the statistics
     Row *rows;                          // (chunk)
     float *x;                           // residual stream, (chunk, dim)
     float *branch;                      // what a block adds to it, (chunk, dim)
@@ -4353,7 +4346,7 @@ static float *session_feed(Session *s, const int *ids, int n, int want) {
         s->rows[i] = (Row){ids[i], s->n_tokens + i};
         s->tokens[s->n_tokens + i] = ids[i];
     }
-    s->n_tokens += n;
+    s->n_tokens += n, s->fed += n;
     return forward(s, n, want);
 }
 
@@ -4380,15 +4373,17 @@ static float *session_sync(Session *s, const int *ids, int n, bool progress) {
 }
 
 // ---- speed, prompt and generation apart
-typedef struct { double prompt_s, reply_s; int prompt, reply; } Stats;
+typedef struct { double prompt_s, reply_s; int64_t prompt, reply; } Stats;
 
 static double rate(double amount, double seconds) { return seconds > 1e-9 ? amount / seconds : 0; }
 
 static void stats_print(const Stats *t, const Model *m) {
-    double speed = rate(t->reply, t->reply_s);
-    fprintf(stderr, "achieved tok/s: %.2f (%d tokens, %.2f GB/s; prompt %d tokens, %.2f tok/s)\n",
+    double speed = rate((double)t->reply, t->reply_s);
+    fprintf(stderr,
+            "achieved tok/s: %.2f (%" PRId64 " tokens, %.2f GB/s; prompt %" PRId64
+            " tokens, %.2f tok/s)\n",
             speed, t->reply, speed * (double)m->weight_bytes / 1e9, t->prompt,
-            rate(t->prompt, t->prompt_s));
+            rate((double)t->prompt, t->prompt_s));
 }
 /* ------------------------------------------------------------------------------------------------
  * Chapter 12. Manners
@@ -4664,8 +4659,8 @@ static Session *start_session(const Options *o, const Model *m, int64_t position
                 : (int)MIN(MAX(o->threads, 1), MAX_THREADS);
     if (positions > m->config.seq_len && !o->quiet)
         fprintf(stderr,
-                "warning: -c %lld is more than the %d positions the model was trained for\n",
-                (long long)positions, m->config.seq_len);
+                "warning: -c %" PRId64 " is more than the %d positions the model was trained for\n",
+                positions, m->config.seq_len);
     return session_new(m, (int)MIN(positions, MAX_POSITIONS), chunk, half, threads, logit_rows);
 }
 
@@ -4687,7 +4682,7 @@ static Sampler start_sampler(const Options *o, const Session *s) {
     };
     if (!sampler.rng) sampler.rng = 1;  // a state of 0 would stay 0
     if (!o->quiet && sampler.temperature > 0)
-        fprintf(stderr, "seed: %llu\n", (unsigned long long)sampler.rng);
+        fprintf(stderr, "seed: %" PRIu64 "\n", sampler.rng);
     return sampler;
 }
 
@@ -4709,6 +4704,7 @@ typedef struct {                        // tokens on their way to stdout
     Stream stream;
     Str piece, *copy;                   // copy: what was shown, or NULL
     int prev;
+    bool chat; // ends at end tokens; generate on a .bin at BOS, as llama2.c
 } Speaker;
 
 static Speaker speaker_new(const Options *o, const Model *m, Str *copy) {
@@ -4734,6 +4730,25 @@ static void speaker_end(Speaker *s) {
     stream_free(&s->stream), str_free(&s->piece);
 }
 
+// Samples and shows tokens until one of `stops` comes, a stop string, Ctrl-C, or limit tokens in
+// all; the ids read and made are counted and timed.
+static void speak(Session *s, Sampler *sampler, Speaker *speaker, Ids *ids, int64_t limit,
+                  bool progress, Stats *stats) {
+    const Model *m = s->model;
+    int64_t fed = s->fed, before = (int64_t)ids->n;
+    double start = now();
+    float *logits = session_sync(s, ids->p, (int)ids->n, progress);
+    stats->prompt += s->fed - fed, stats->prompt_s += now() - start, start = now();
+    while (logits && (int64_t)ids->n < limit && !interrupted && !speaker->stream.stopped) {
+        int next = sample(sampler, logits, sample_size(m), ids->p, (int)ids->n);
+        if (speaker->chat || m->gguf ? m->vocab.stop[next] : next == m->vocab.bos) break;
+        ids_add(ids, next);
+        speaker_say(speaker, next);
+        if ((int64_t)ids->n < limit) logits = session_sync(s, ids->p, (int)ids->n, false);
+    }
+    stats->reply += (int64_t)ids->n - before, stats->reply_s += now() - start;
+}
+
 // ---- generate
 static int cmd_generate(const Options *o, const Model *m) {
     Ids ids = input_ids(o, m);
@@ -4744,38 +4759,29 @@ static int cmd_generate(const Options *o, const Model *m) {
     if (steps <= 0 || steps > context) steps = context;
     bool cut = prompt > steps && o->steps > 0;
     if (cut && !o->quiet)
-        fprintf(stderr, "warning: the prompt has %lld tokens, -n is %lld: nothing is generated\n",
-                (long long)prompt, (long long)steps);
+        fprintf(stderr,
+                "warning: the prompt has %" PRId64 " tokens, -n is %" PRId64
+                ": nothing is generated\n",
+                prompt, steps);
     if (prompt > context && !cut)
-        die("the prompt has %lld tokens, the context %lld positions (-c N makes it larger)",
-            (long long)prompt, (long long)context);
+        die("the prompt has %" PRId64 " tokens, the context %" PRId64
+            " positions (-c N makes it larger)",
+            prompt, context);
+    Session *s = cut ? NULL : start_session(o, m, MIN(context, MAX(steps, prompt)), 1);
+    Sampler sampler = {0};
+    if (s) sampler = start_sampler(o, s);
     Speaker speaker = speaker_new(o, m, NULL);
     bool bos = ids.p[0] == m->vocab.bos; // it marks the beginning and is not shown
     speaker.prev = o->no_echo ? ids.p[prompt - 1] : bos ? ids.p[0] : NO_TOKEN;
     for (int64_t i = bos; !o->no_echo && i < (cut ? steps + bos : prompt); i++)
         speaker_say(&speaker, ids.p[i]);
-    Stats stats = {.prompt = (int)prompt};
-    if (!cut) {
-        Session *s = start_session(o, m, MIN(context, MAX(steps, prompt)), 1);
-        Sampler sampler = start_sampler(o, s);
-        double start = now();
-        float *logits = session_sync(s, ids.p, (int)ids.n, !o->quiet && isatty(2));
-        stats.prompt_s = now() - start, start = now();
-        while (logits && (int64_t)ids.n <= steps && !interrupted && !speaker.stream.stopped) {
-            int next = sample(&sampler, logits, sample_size(m), ids.p, (int)ids.n);
-            if (m->gguf ? m->vocab.stop[next] : next == m->vocab.bos) break;
-            ids_add(&ids, next), stats.reply++;
-            speaker_say(&speaker, next);
-            if ((int64_t)ids.n > steps) break;
-            logits = session_sync(s, ids.p, (int)ids.n, false);
-        }
-        stats.reply_s = now() - start;
-        session_free(s), free(sampler.list);
-    }
+    Stats stats = {0};
+    if (s) speak(s, &sampler, &speaker, &ids, steps + 1, !o->quiet && isatty(2), &stats);
     speaker_end(&speaker);
     put(SPAN("\n"));
     if (!o->quiet && stats.reply) stats_print(&stats, m);
-    free(ids.p);
+    if (s) session_free(s);
+    free(sampler.list), free(ids.p);
     return interrupted ? 130 : 0;
 }
 
@@ -4847,27 +4853,14 @@ static bool chat_prompt(Chat *c, Ids *ids) {
 }
 
 static void chat_reply(Chat *c, Ids *ids) {
-    const Vocab *v = &c->m->vocab;
     Str reply = {0};
     Speaker speaker = speaker_new(c->o, c->m, &reply);
-    double start = now();
-    float *logits = session_sync(c->s, ids->p, (int)ids->n, !c->o->quiet && isatty(2));
-    c->stats.prompt += (int)ids->n, c->stats.prompt_s += now() - start;
-    start = now();
-    while (logits && !interrupted && !speaker.stream.stopped) {
-        int next = sample(&c->sampler, logits, sample_size(c->m), ids->p, (int)ids->n);
-        if (v->stop[next]) break;
-        ids_add(ids, next), c->stats.reply++;
-        speaker_say(&speaker, next);
-        if ((int)ids->n >= c->limit) {
-            fprintf(stderr, "\ncontext full (%d positions): the reply ends here\n", c->limit);
-            break;
-        }
-        logits = session_sync(c->s, ids->p, (int)ids->n, false);
-    }
-    c->stats.reply_s += now() - start;
+    speaker.chat = true;
+    speak(c->s, &c->sampler, &speaker, ids, c->limit, !c->o->quiet && isatty(2), &c->stats);
     speaker_end(&speaker);
     put(SPAN("\n"));
+    if ((int64_t)ids->n == c->limit && !c->o->quiet)
+        fprintf(stderr, "context full (%d positions): the reply ends here\n", c->limit);
     message_add(&c->talk, REPLY, (Span){reply.p, reply.n});
     str_free(&reply);
 }
@@ -4962,10 +4955,10 @@ static int cmd_score(const Options *o, const Model *m) {
     int64_t context = o->context != UNSET ? o->context : MIN(SCORE_PIECE, m->config.seq_len);
     bool pieces = (int64_t)ids.n > context;
     if (pieces && o->logits)
-        die("--logits: the text has %zu tokens, the context %lld positions: use -c %zu", ids.n,
-            (long long)context, ids.n);
+        die("--logits: the text has %zu tokens, the context %" PRId64 " positions: use -c %zu",
+            ids.n, context, ids.n);
     if (pieces && context < 4)
-        die("score: -c %lld is too small to cut a text in pieces", (long long)context);
+        die("score: -c %" PRId64 " is too small to cut a text in pieces", context);
     FILE *dump = o->logits ? fopen(o->logits, "wb") : NULL;
     if (o->logits && !dump) die("%s: cannot open: %s", o->logits, strerror(errno));
     Session *s = start_session(o, m, context, 32);
@@ -4987,7 +4980,11 @@ static int cmd_score(const Options *o, const Model *m) {
     if (!interrupted) {
         double nll = t.sum / (double)t.n, variance = MAX(t.squares / (double)t.n - nll * nll, 0);
         double error = t.n > 1 ? exp(nll) * sqrt(variance / (double)(t.n - 1)) : 0;
-        printf("tokens %lld nll %.5f ppl %.5f error %.5f\n", (long long)t.n, nll, exp(nll), error);
+        Str line = {0};
+        str_printf(&line, "tokens %" PRId64 " nll %.5f ppl %.5f error %.5f\n", t.n, nll, exp(nll),
+                   error);
+        put((Span){line.p, line.n});
+        str_free(&line);
     }
     session_free(s), free(ids.p);
     return interrupted ? 130 : 0;
@@ -4996,9 +4993,11 @@ static int cmd_score(const Options *o, const Model *m) {
 // ---- bench
 static void bench_line(const Session *s, const char *phase, int tokens, int depth, double seconds,
                        double bytes) {
-    printf("%s,%d,%d,%d,%.2f,%.2f\n", phase, tokens, depth, s->team.n, rate(tokens, seconds),
-           rate(bytes, seconds) / 1e9);
-    fflush(stdout);
+    Str line = {0};
+    str_printf(&line, "%s,%d,%d,%d,%.2f,%.2f\n", phase, tokens, depth, s->team.n,
+               rate(tokens, seconds), rate(bytes, seconds) / 1e9);
+    put((Span){line.p, line.n});
+    str_free(&line);
 }
 
 static int cmd_bench(const Options *o, const Model *m) {
@@ -5012,7 +5011,7 @@ static int cmd_bench(const Options *o, const Model *m) {
         ids[i] = (int)(rng_next(&rng) % (uint32_t)m->config.vocab_size);
     session_sync(s, ids, MIN(8, prefill), false); // first touch of the weights is not timed
     s->n_tokens = 0;
-    printf("phase,tokens,depth,threads,tokens_per_s,gb_per_s\n");
+    put(SPAN("phase,tokens,depth,threads,tokens_per_s,gb_per_s\n"));
     double start = now();
     session_sync(s, ids, prefill, false);
     bench_line(s, "prefill", prefill, 0, now() - start,
@@ -5048,11 +5047,11 @@ static void info_types(const Model *m, Str *out) {
                         + (int64_t)c->n_layers
                               * (2 + 2LL * c->dim + 2LL * c->n_kv_heads * c->head_size
                                  + 3LL * c->hidden_dim));
-    str_printf(out, "parameters: %lld\ntypes:", (long long)parameters);
+    str_printf(out, "parameters: %" PRId64 "\ntypes:", parameters);
     for (int i = 0; i < COUNT(count); i++)
         if (count[i])
-            str_printf(out, " %s %lld", i < COUNT(formats) ? formats[i].name : "unknown",
-                       (long long)count[i]);
+            str_printf(out, " %s %" PRId64, i < COUNT(formats) ? formats[i].name : "unknown",
+                       count[i]);
     str_printf(out, "%s\nfile_bytes: %zu\n",
                m->gguf           ? ""
                : m->version == 2 ? " int8"
@@ -5065,9 +5064,9 @@ static void info_config(const Model *m, Str *out) {
     str_printf(
         out,
         "layers: %d\nwidth: %d\nhidden: %d\nheads: %d\nkv_heads: %d\nhead_size: %d\ncontext: %d\n"
-        "cache_bytes_per_token: %lld\n",
+        "cache_bytes_per_token: %" PRId64 "\n",
         c->n_layers, c->dim, c->hidden_dim, c->n_heads, c->n_kv_heads, c->head_size, c->seq_len,
-        (long long)cache_bytes_per_token(m, !m->all_f32));
+        cache_bytes_per_token(m, !m->all_f32));
 }
 
 static void info_vocab(const Model *m, Str *out) {
@@ -5091,7 +5090,7 @@ static void info_sampling(const Gguf *g, Str *out) {
         if (!v || v->array) continue;
         if (v->type == GGUF_F32)
             str_printf(out, " %s %g", names[i], (double)f32_at(g->r->base + v->at));
-        else if (gguf_element(g, v, 0, &n)) str_printf(out, " %s %lld", names[i], (long long)n);
+        else if (gguf_element(g, v, 0, &n)) str_printf(out, " %s %" PRId64, names[i], n);
     }
     str_printf(out, out->n == none ? " none stated\n" : "\n");
 }
@@ -5277,7 +5276,7 @@ static int run(int argc, char **argv) {
     int mode = 0;
     while (mode < COUNT(modes) && strcmp(o.mode, modes[mode].name)) mode++;
     if (o.help) usage(stdout);
-    else if (o.version) printf("run.c %s\n", VERSION);
+    else if (o.version) fprintf(stdout, "run.c %s\n", VERSION);
     else if (!o.model) {
         usage(stderr);
         return 2;
@@ -5288,7 +5287,7 @@ static int run(int argc, char **argv) {
     if (o.kv && strcmp(o.kv, "f32") && strcmp(o.kv, "f16"))
         die_usage("--kv: `%s`, expected f32 or f16", o.kv);
     if (o.context != UNSET && o.context < 1)
-        die_usage("--context: %lld, expected 1 or more", (long long)o.context);
+        die_usage("--context: %" PRId64 ", expected 1 or more", o.context);
     if (o.top_p < 0 || o.top_p > 1) o.top_p = 0.9;          // as llama2.c
     signal(SIGPIPE, SIG_IGN);
     interrupt_arm();
@@ -5296,6 +5295,7 @@ static int run(int argc, char **argv) {
     model_open(&m, file_map(o.model), o.tokenizer, modes[mode].need);
     if (m.warnings.n && !o.quiet) fprintf(stderr, "%s", m.warnings.p);
     int status = modes[mode].run(&o, &m);
+    if (fflush(stdout) || ferror(stdout)) die("cannot write: %s", strerror(errno));
     model_close(&m), free(o.stops);
     return status;
 }

@@ -409,6 +409,7 @@ static void test_tokens(void) {
         }
         check(same && n == ids.n, "%.*s %.*s: %s", (int)vocab.n, vocab.p, (int)pre.n, pre.p, text.p);
         Str back = {0};
+        str_add(&back, "", 0);
         for (size_t i = 0; i < ids.n; i++) tok_piece(v, ids.p[i], i ? ids.p[i - 1] : -1, &back);
         if (flags.p[0] == '-')
             check(back.n == text.n && !memcmp(back.p, text.p, text.n), "decode(encode(x)) is not x: %s", text.p);
