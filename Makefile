@@ -29,7 +29,8 @@ test-debug: debug
 	./test-debug
 
 # what needs downloads: tests on the models found in models/real (make smollm2 fetches one)
-test-real: test
+test-real: test.c run.c Makefile
+	$(BUILD) -o test test.c -lm
 	./test real
 
 smollm2:

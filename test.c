@@ -746,22 +746,77 @@ static void test_command_line(void) {
     outcome_free(&o);
 }
 
-static const struct { const char *name, *what; void (*run)(void); } suites[] = {
-    {"formats", "block decoders, bit for bit", test_formats},
-    {"worked", "worked numbers of textbooks", test_worked_numbers},
-    {"kernels", "every product against its definition, bit for bit", test_kernels},
-    {"reference", "logits and residuals against transformers", test_reference},
-    {"invariance", "same bits whatever threads, chunk, instruction set", test_invariance},
-    {"tokens", "ids against tokenizers and sentencepiece", test_tokens},
-    {"long", "long and hostile texts", test_long_texts},
-    {"stream", "whole characters, stop strings, no escape codes", test_stream},
-    {"templates", "conversations as transformers renders them", test_templates},
-    {"injection", "typed text never becomes a control token", test_injection},
-    {"sampler", "distributions, seeds, zero means off", test_sampler},
-    {"parity", "llama2.c's texts for its seeds", test_parity},
-    {"cut", "files cut at every byte", test_cut_files},
-    {"hostile", "header fields set to 0, -1 and huge", test_hostile_headers},
-    {"command", "options, messages, exit status", test_command_line},
+// ---- real weights, only by name: make test-real
+/* tests/NAME.ref.txt: "text FILE TOKENS NLL" (a file under tests/texts, its mean over the tokens after the
+ * first), then for each position "nll argmax": of the token there, and the best id for the next position.
+ * From transformers in float32 on the dequantised weights of models/real/NAME.gguf. */
+static void real_text(const Model *m, Span name, int n, double mean, Reader *ref) {
+    char path[128];
+    snprintf(path, sizeof path, "tests/texts/%.*s", (int)name.n, name.p);
+    Reader text = file_map(path);
+    Ids ids = {0};
+    tok_bos(&m->vocab, &ids);
+    tok_encode(&m->vocab, (Span){(const char *)text.base, text.size}, NULL, 0, &ids);
+    if (!check((int)ids.n == n, "%s: %zu tokens, expected %d", path, ids.n, n)) return;
+    Session *s = session_new(m, n, n, false, default_threads(m), n);
+    int vocab = m->config.vocab_size, other = 0;
+    float *logits = session_feed(s, ids.p, n, WANT_ALL);
+    double sum = 0, worst = 0;
+    Span line;
+    for (int i = 0; i < n && next_line(ref, &line); i++) {
+        double nll = strtod(next_word(&line).p, NULL);
+        int best = number(next_word(&line));
+        other += argmax(logits + (int64_t)i * vocab, vocab) != best;
+        if (!i) continue;
+        double mine = score_nll(&vec_ops[s->team.isa], logits + (int64_t)(i - 1) * vocab, vocab, ids.p[i]);
+        sum += mine, worst = MAX(worst, fabs(mine - nll));
+    }
+    printf("  %s: mean nll %.5f, transformers %.5f; worst position off by %.1e; %d of %d best ids differ\n", path,
+           sum / (n - 1), mean, worst, other, n);
+    check(fabs(sum / (n - 1) - mean) <= 5e-4 && worst <= 0.05 && !other, "%s", path);
+    session_free(s), free(ids.p), file_unmap(&text);
+}
+
+static void test_real(void) {
+    static const char *const names[] = {"smollm2"};
+    for (int i = 0; i < COUNT(names); i++) {
+        char path[64], reference[64];
+        snprintf(path, sizeof path, "models/real/%s.gguf", names[i]);
+        snprintf(reference, sizeof reference, "%s.ref.txt", names[i]);
+        if (!file_exists(path)) {
+            skip("models/real/smollm2.gguf is not there (make smollm2 fetches it)");
+            continue;
+        }
+        Model m = {0};
+        model_open(&m, file_map(path), NULL, NEED_VOCAB | NEED_WEIGHTS);
+        Reader ref = fixture(reference);
+        for (Span line; next_line(&ref, &line);) {
+            next_word(&line);
+            Span file = next_word(&line);
+            int n = number(next_word(&line));
+            real_text(&m, file, n, strtod(line.p, NULL), &ref);
+        }
+        file_unmap(&ref), model_close(&m);
+    }
+}
+
+static const struct { const char *name, *what; void (*run)(void); bool by_name; } suites[] = {
+    {"formats", "block decoders, bit for bit", test_formats, false},
+    {"worked", "worked numbers of textbooks", test_worked_numbers, false},
+    {"kernels", "every product against its definition, bit for bit", test_kernels, false},
+    {"reference", "logits and residuals against transformers", test_reference, false},
+    {"invariance", "same bits whatever threads, chunk, instruction set", test_invariance, false},
+    {"tokens", "ids against tokenizers and sentencepiece", test_tokens, false},
+    {"long", "long and hostile texts", test_long_texts, false},
+    {"stream", "whole characters, stop strings, no escape codes", test_stream, false},
+    {"templates", "conversations as transformers renders them", test_templates, false},
+    {"injection", "typed text never becomes a control token", test_injection, false},
+    {"sampler", "distributions, seeds, zero means off", test_sampler, false},
+    {"parity", "llama2.c's texts for its seeds", test_parity, false},
+    {"cut", "files cut at every byte", test_cut_files, false},
+    {"hostile", "header fields set to 0, -1 and huge", test_hostile_headers, false},
+    {"command", "options, messages, exit status", test_command_line, false},
+    {"real", "real weights against transformers", test_real, true},
 };
 
 // ---- fuzz/smoke.sh: any bytes as a model or as a vocabulary; a fault is a crash, a refusal is a jump
@@ -823,7 +878,7 @@ int main(int argc, char **argv) {
     setvbuf(stdout, NULL, _IOLBF, 0);
     streams_open();
     for (int g = 0; g < COUNT(suites); g++) {
-        bool chosen = argc == 1;
+        bool chosen = argc == 1 && !suites[g].by_name;
         for (int i = 1; i < argc; i++) chosen |= !strcmp(argv[i], suites[g].name);
         if (!chosen) continue;
         int before = failed;
