@@ -62,15 +62,49 @@ typedef struct { const char *p; size_t n; } Span;
 #define SHOWN(span) (int)MIN((span).n, 100), (span).p // for %.*s in a message
 #define SPAN(literal) ((Span){literal, sizeof(literal) - 1})
 
-// Error and warning lines: control characters in them came from a file or a user and are shown as
+// Bytes of the UTF-8 character at p: 1 to 4; 0 if the n bytes are only its beginning; -1 if it is
+// invalid (stray continuation, overlong, surrogate, above U+10FFFF). Reads no byte after the first
+// wrong.
+static int utf8_length(const char *p, size_t n) {
+    uint8_t a = (uint8_t)p[0];
+    if (a < 0x80) return 1;
+    if (a < 0xC2 || a > 0xF4) return -1;
+    int need = a < 0xE0 ? 2 : a < 0xF0 ? 3 : 4;
+    uint8_t lo = a == 0xE0 ? 0xA0 : a == 0xF0 ? 0x90 : 0x80;
+    uint8_t hi = a == 0xED ? 0x9F : a == 0xF4 ? 0x8F : 0xBF;
+    for (int i = 1; i < need; i++, lo = 0x80, hi = 0xBF) {
+        if ((size_t)i >= n) return 0;
+        if ((uint8_t)p[i] < lo || (uint8_t)p[i] > hi) return -1;
+    }
+    return need;
+}
+
+static bool is_control(const char *p) { // of one character: could it steer a terminal?
+    uint8_t c = (uint8_t)p[0];
+    return c < 32 || c == 127 || (c == 0xC2 && (uint8_t)p[1] < 0xA0);
+}
+
+// Error and warning lines. What is no printable text in them came from a file or a user: shown as
 // '?'.
 static void say_line(const char *kind, const char *format, va_list args) {
     char line[1024];
     vsnprintf(line, sizeof line, format, args);
-    for (char *c = line; *c; c++)
-        if ((unsigned char)*c < 32 || *c == 127) *c = '?';
     fflush(stdout);
-    fprintf(stderr, "%s%s\n", kind, line);
+    fputs(kind, stderr);
+    for (size_t at = 0, n = strlen(line); at < n;) {
+        int length = utf8_length(line + at, n - at);
+        if (length < 1 || is_control(line + at)) fputc('?', stderr);
+        else fwrite(line + at, 1, (size_t)length, stderr);
+        at += (size_t)MAX(length, 1);
+    }
+    fputc('\n', stderr);
+}
+
+__attribute__((format(printf, 1, 2))) static void warn_line(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    say_line("warning: ", format, args);
+    va_end(args);
 }
 
 // The end for a user's or a file's fault; the message says what, where, the value found and
@@ -117,8 +151,18 @@ static bool span_is(Span a, const char *text) {
     return a.n == strlen(text) && !memcmp(a.p, text, a.n);
 }
 
+static void warn_lines(const Str *lines) { // each ends with a newline
+    for (size_t at = 0; at < lines->n;) {
+        size_t n = strcspn(lines->p + at, "\n");
+        warn_line("%.*s", (int)n, lines->p + at);
+        at += n + 1;
+    }
+}
+
 // ---- Map: from byte strings to their index in an array of Spans that somebody else owns.
-// Open addressing, at most half full; slot 0 means empty, else index + 1.
+// Open addressing, at most half full; slot 0 means empty, else index + 1. Honest names need a dozen
+// probes; a bound on them keeps hostile ones from making the search quadratic.
+enum { MAX_PROBES = 1000 };
 typedef struct { uint32_t *slot; uint32_t mask; } Map;
 
 static uint32_t span_hash(Span s) {
@@ -151,7 +195,8 @@ static int64_t map_find(const Map *m, const Span *keys, Span key) { // index, or
 // Enters keys[index]; if an equal key is there already, its index is returned and nothing changes.
 static int64_t map_add(Map *m, const Span *keys, uint32_t index) {
     uint32_t i = span_hash(keys[index]) & m->mask;
-    for (; m->slot[i]; i = (i + 1) & m->mask) {
+    for (int probes = 0; m->slot[i]; i = (i + 1) & m->mask) {
+        if (++probes > MAX_PROBES) die("a file whose names were made to collide");
         Span k = keys[m->slot[i] - 1];
         if (k.n == keys[index].n && !memcmp(k.p, keys[index].p, k.n)) return m->slot[i] - 1;
     }
@@ -222,7 +267,7 @@ static void rd_check(const Reader *r) { // dies if anything went wrong
 // ---- files, clock, Ctrl-C, cores: the only platform code
 static Reader
 file_map(const char *name) { // read-only and in place; kept for the life of the process
-    int fd = open(name, O_RDONLY | O_CLOEXEC);
+    int fd = open(name, O_RDONLY | O_CLOEXEC | O_NONBLOCK); // a pipe must not block
     struct stat st;
     if (fd < 0 || fstat(fd, &st) < 0) die("%s: cannot open: %s", name, strerror(errno));
     if (!S_ISREG(st.st_mode)) die("%s: not a regular file", name);
@@ -1936,22 +1981,6 @@ static void matmul(Worker *w, const Acts *x, const Product *list, int count) {
  */
 
 // ---- UTF-8
-// Bytes of the character at p: 1 to 4; 0 if the n bytes are only its beginning; -1 if it is invalid
-// (stray continuation, overlong, surrogate, above U+10FFFF). Reads no byte after the first wrong.
-static int utf8_length(const char *p, size_t n) {
-    uint8_t a = (uint8_t)p[0];
-    if (a < 0x80) return 1;
-    if (a < 0xC2 || a > 0xF4) return -1;
-    int need = a < 0xE0 ? 2 : a < 0xF0 ? 3 : 4;
-    uint8_t lo = a == 0xE0 ? 0xA0 : a == 0xF0 ? 0x90 : 0x80;
-    uint8_t hi = a == 0xED ? 0x9F : a == 0xF4 ? 0x8F : 0xBF;
-    for (int i = 1; i < need; i++, lo = 0x80, hi = 0xBF) {
-        if ((size_t)i >= n) return 0;
-        if ((uint8_t)p[i] < lo || (uint8_t)p[i] > hi) return -1;
-    }
-    return need;
-}
-
 // Takes one character from the n > 0 bytes at p: its length; *code is U+FFFD for one invalid byte.
 static int utf8_next(const char *p, size_t n, uint32_t *code) {
     const uint8_t *b = (const uint8_t *)p;
@@ -3464,20 +3493,20 @@ struct Gguf {
     size_t data;                        // where the tensors' bytes start
 };
 
-static void gguf_skip(Reader *r, GgufValue *v) { // moves past the value whose type was just read
+// Moves past the value of `key`, whose type was just read.
+static void gguf_skip(Reader *r, Span key, GgufValue *v) {
     v->count = 1;
     if (v->type == GGUF_ARRAY) {
         v->array = true;
         v->type = (uint32_t)rd_uint(r, 4), v->count = rd_uint(r, 8);
     }
-    if (v->type >= GGUF_TYPES || (v->array && v->type == GGUF_ARRAY)) {
-        rd_fail(r, v->array ? "unknown element type of an array" : "unknown type of a value");
-        return;
-    }
-    if (v->count > (r->size - r->at) / gguf_sizes[v->type]) {
-        rd_fail(r, "an array with more elements than the file has bytes");
-        return;
-    }
+    rd_check(r);
+    if (v->type >= GGUF_TYPES || (v->array && v->type == GGUF_ARRAY))
+        rd_die(r, r->at, "key %.*s: %s of type %u, expected 0 to 12 and no array of arrays",
+               SHOWN(key), v->array ? "elements" : "a value", v->type);
+    if (v->count > (r->size - r->at) / gguf_sizes[v->type])
+        rd_die(r, r->at, "key %.*s: %" PRIu64 " elements, but only %zu bytes follow", SHOWN(key),
+               v->count, r->size - r->at);
     v->at = r->at;
     if (v->type != GGUF_STRING) rd_bytes(r, v->count * gguf_sizes[v->type]);
     else for (uint64_t i = 0; i < v->count && !r->error; i++) rd_string(r);
@@ -3494,7 +3523,7 @@ static void gguf_pairs(Gguf *g, uint64_t n) {
         size_t at = r->at;
         g->keys[i] = rd_string(r);
         g->values[i].type = (uint32_t)rd_uint(r, 4);
-        gguf_skip(r, &g->values[i]);
+        gguf_skip(r, g->keys[i], &g->values[i]);
         rd_check(r);
         if (!g->keys[i].n) rd_die(r, at, "a metadata key without a name");
         if (map_add(&g->key_map, g->keys, (uint32_t)i) != i)
@@ -3508,7 +3537,9 @@ static const GgufValue *gguf_find(const Gguf *g, const char *key) {
 }
 
 _Noreturn static void gguf_wrong(const Gguf *g, const char *key, const char *expected) {
-    rd_die(g->r, gguf_find(g, key)->at, "key %s: expected %s", key, expected);
+    const GgufValue *v = gguf_find(g, key);
+    rd_die(g->r, v->at, "key %s (%s%u): expected %s", key, v->array ? "array of type " : "type ",
+           v->type, expected);
 }
 
 // Element i of an integer value of any width; false if the type is not a whole number.
@@ -3575,6 +3606,10 @@ static int gguf_bool(const Gguf *g, const char *key) { // -1 if missing
     return g->r->base[v->at] != 0;
 }
 
+static const Format *gguf_format(uint32_t type) { // NULL: not known; ids from 1000 on are our own
+    return type < 1000 ? format_of(type) : NULL;
+}
+
 // Checks and sizes one row of the tensor table; where its bytes lie is checked when all are known.
 static void gguf_tensor_info(Gguf *g, int i) {
     Reader *r = g->r;
@@ -3582,7 +3617,8 @@ static void gguf_tensor_info(Gguf *g, int i) {
     size_t at = r->at;
     g->names[i] = rd_string(r);
     t->n_dims = (uint32_t)rd_uint(r, 4);
-    if (t->n_dims < 1 || t->n_dims > 4) rd_fail(r, "a tensor with no or more than 4 dimensions");
+    if (!r->error && (t->n_dims < 1 || t->n_dims > 4))
+        rd_die(r, at, "tensor %.*s: %u dimensions, expected 1 to 4", SHOWN(g->names[i]), t->n_dims);
     for (uint32_t d = 0; d < 4; d++) t->dims[d] = d < t->n_dims && !r->error ? rd_uint(r, 8) : 1;
     t->type = (uint32_t)rd_uint(r, 4), t->offset = rd_uint(r, 8);
     rd_check(r);
@@ -3590,12 +3626,14 @@ static void gguf_tensor_info(Gguf *g, int i) {
         rd_die(r, at, "tensor %.*s stands twice", SHOWN(g->names[i]));
     uint64_t count = 1;
     for (int d = 0; d < 4; d++) {
-        if (t->dims[d] < 1 || t->dims[d] > (uint64_t)INT64_MAX / 8 / count)
-            rd_die(r, at, "tensor %.*s: dimension %d is %" PRIu64, SHOWN(g->names[i]), d,
-                   t->dims[d]);
+        if (t->dims[d] < 1
+            || t->dims[d] > 8 * (uint64_t)r->size / count) // no type takes under a bit
+            rd_die(r, at,
+                   "tensor %.*s: dimension %d is %" PRIu64 ", expected 1 to what %zu bytes hold",
+                   SHOWN(g->names[i]), d, t->dims[d], r->size);
         count *= t->dims[d];
     }
-    const Format *f = format_of(t->type);
+    const Format *f = gguf_format(t->type);
     if (!f) return;                     // an unknown type is refused where the tensor is used
     if (t->dims[0] % (uint64_t)f->block)
         rd_die(r, at, "tensor %.*s: rows of %" PRIu64 ", expected a multiple of %d for %s",
@@ -3619,7 +3657,10 @@ static void gguf_tensors(Gguf *g, uint64_t n) {
     uint64_t room = r->size - g->data;
     for (int i = 0; i < g->n_tensors; i++) {
         const GgufTensor *t = &g->tensors[i];
-        if (t->offset % g->alignment || t->offset > room || t->bytes > room - t->offset)
+        if (t->offset % g->alignment)
+            rd_die(r, g->data, "tensor %.*s: offset %" PRIu64 " is no multiple of %" PRIu64,
+                   SHOWN(g->names[i]), t->offset, g->alignment);
+        if (t->offset > room || t->bytes > room - t->offset)
             rd_die(r, g->data,
                    "tensor %.*s: %" PRIu64 " bytes at offset %" PRIu64 ", but the data "
                    "has %" PRIu64 " (is the file cut short?)",
@@ -3633,7 +3674,7 @@ static Gguf *gguf_read(Reader *r) {
     r->at = 4;
     uint32_t version = (uint32_t)rd_uint(r, 4);
     uint64_t n_tensors = rd_uint(r, 8), n_keys = rd_uint(r, 8);
-    if (!r->error && !(version & 0xFFFF))
+    if (!r->error && version && !(version & 0xFFFF))
         rd_die(r, 4, "big-endian; only little-endian GGUF is read");
     if (!r->error && version != 2 && version != 3)
         rd_die(r, 4, "GGUF version %u, expected 2 or 3", version);
@@ -3655,7 +3696,7 @@ static bool gguf_tensor(const Gguf *g, const char *name, int64_t rows, int64_t c
     int64_t i = map_find(&g->name_map, g->names, (Span){name, strlen(name)});
     if (i < 0) return false;
     const GgufTensor *t = &g->tensors[i];
-    const Format *f = format_of(t->type);
+    const Format *f = gguf_format(t->type);
     size_t at = g->data + (size_t)t->offset;
     if (!f)
         rd_die(g->r, at, "tensor %s has weight type %u, which is not known here", name, t->type);
@@ -3691,7 +3732,9 @@ static void gguf_config(Model *m, const Gguf *g) {
     c->n_heads = (int)gguf_need(g, KEY("attention.head_count"), 1, c->dim);
     c->n_kv_heads = (int)gguf_int(g, KEY("attention.head_count_kv"), 1, c->n_heads, c->n_heads);
     if (c->n_heads % c->n_kv_heads) gguf_wrong(g, key, "a divisor of head_count");
-    c->head_size = (int)gguf_int(g, KEY("attention.key_length"), 1, 1 << 14, c->dim / c->n_heads);
+    if (!gguf_find(g, KEY("attention.key_length")) && c->dim % c->n_heads)
+        die("%s: %d heads do not divide a width of %d", g->r->name, c->n_heads, c->dim);
+    c->head_size = (int)gguf_int(g, key, 1, 1 << 14, c->dim / c->n_heads);
     gguf_int(g, KEY("attention.value_length"), c->head_size, c->head_size, 0); // the same here
     if ((int64_t)c->n_heads * c->head_size > MAX_DIM)
         die("%s: %d heads of %d are wider than %d", g->r->name, c->n_heads, c->head_size, MAX_DIM);
@@ -3770,6 +3813,10 @@ static void bin_vocab(Model *m, const char *path) {
         str_printf(&beside, "%stokenizer.bin", i ? "" : ".");
         if (file_exists(beside.p)) path = beside.p;
     }
+    if (!path && !file_exists("tokenizer.bin"))
+        die("%s: no vocabulary: neither %.*s.tokenizer.bin nor tokenizer.bin beside it or here (-z "
+            "FILE)",
+            model, (int)stem, model);
     Reader r = file_map(path ? path : "tokenizer.bin");
     vocab_from_bin(&m->vocab, &r, m->config.vocab_size);
     str_free(&beside);
@@ -3839,11 +3886,18 @@ static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
         m->version = r->base[4];
         m->chat_template = gguf_string(g, "tokenizer.chat_template");
         m->config.arch = arch_find(arch);
-        if (need & NEED_VOCAB || (!need && gguf_find(g, "tokenizer.ggml.tokens"))) gguf_vocab(m, g);
-        if (need & NEED_WEIGHTS || (!need && m->config.arch && g->n_tensors)) {
+        Span kind = gguf_string(g, "tokenizer.ggml.model");
+        bool known = span_is(kind, "llama") || span_is(kind, "gpt2");
+        if (need & NEED_VOCAB || (!need && known)) gguf_vocab(m, g);
+        if (need & NEED_WEIGHTS) {
+            int64_t parts_of_it = gguf_int(g, "split.count", 0, UINT16_MAX, 0);
+            if (parts_of_it > 1)
+                die("%s: part %d of %d of a split model, which is not read here: join the parts "
+                    "first",
+                    r->name, (int)gguf_int(g, "split.no", 0, UINT16_MAX, 0) + 1, (int)parts_of_it);
             if (!m->config.arch)
-                die("%s: architecture `%.*s`, expected one of: %s", r->name, (int)MIN(arch.n, 100),
-                    arch.p, archs[0].name);
+                die("%s: architecture `%.*s`, expected one of: %s", r->name, SHOWN(arch),
+                    archs[0].name);
             if (!g->n_tensors) die("%s: a vocabulary without a model (0 tensors)", r->name);
             gguf_config(m, g);
             gguf_weights(m, g);
@@ -4158,6 +4212,7 @@ static float *forward(Session *s, int n, int want) {
  * heap gives up its best until enough probability is gathered.
  */
 enum { PENALTY_WINDOW = 64 };           // tokens that the repetition penalty looks back on
+#define MIN_TEMPERATURE 1e-30f          // less is 0: the division would overflow
 
 typedef struct { float p; int id; } Candidate;
 
@@ -4232,12 +4287,12 @@ static int keep_best(Candidate *list, int n, int most, float enough, float *sum)
 
 // The next token after the n_recent tokens before it; logits (n) are used up.
 static int sample(Sampler *s, float *logits, int n, const int *recent, int n_recent) {
-    if (s->repeat_penalty > 0 && s->repeat_penalty != 1)
-        penalise(logits, n, recent, n_recent, s->repeat_penalty);
     float check = 0;
     for (int i = 0; i < n; i++) check += logits[i] * 0;     // 0, or NaN if any is NaN or infinite
-    if (check != 0) die("the model's logits are not finite numbers");
-    if (s->temperature == 0) return argmax(logits, n);
+    if (check != 0) die("the model's logits are not finite numbers (a damaged file?)");
+    if (s->repeat_penalty > 0 && s->repeat_penalty != 1)
+        penalise(logits, n, recent, n_recent, s->repeat_penalty);
+    if (s->temperature < MIN_TEMPERATURE) return argmax(logits, n);
 
     for (int i = 0; i < n; i++) s->list[i] = (Candidate){logits[i], i};
     float total;
@@ -4589,6 +4644,7 @@ typedef struct {
 static void read_stream(Str *s, FILE *f, const char *name) {
     char part[65536];
     for (size_t n; (n = fread(part, 1, sizeof part, f)) > 0;) str_add(s, part, n);
+    if (interrupted) exit(130);
     if (ferror(f)) die("%s: cannot read: %s", name, strerror(errno));
 }
 
@@ -4633,7 +4689,8 @@ static void parse_ids(const Str *s, int limit, Ids *out) {
         errno = 0;
         long id = strtol(p, &stop, 10);
         if (stop == p || errno || (stop < end && !is_blank(*stop)) || id < 0 || id >= limit)
-            die("--ids: at byte %td: expected a token id from 0 to %d", p - s->p, limit - 1);
+            die("--ids: byte %td: `%.20s`, expected a token id from 0 to %d", p - s->p, p,
+                limit - 1);
         ids_add(out, (int)id), p = stop;
     }
 }
@@ -4641,7 +4698,7 @@ static void parse_ids(const Str *s, int limit, Ids *out) {
 static Ids input_ids(const Options *o, const Model *m) {
     Str text = read_input(o);
     Ids ids = {0};
-    if (o->ids) parse_ids(&text, m->config.vocab_size ? m->config.vocab_size : m->vocab.size, &ids);
+    if (o->ids) parse_ids(&text, MAX(m->config.vocab_size, m->vocab.size), &ids);
     else {
         if (!o->no_bos) tok_bos(&m->vocab, &ids);
         tok_encode(&m->vocab, (Span){text.p, text.n}, NULL, o->special ? TOK_SPECIAL : 0, &ids);
@@ -4656,17 +4713,17 @@ static Session *start_session(const Options *o, const Model *m, int64_t position
     bool half = o->kv ? !strcmp(o->kv, "f16") : !m->all_f32;
     int chunk = o->chunk == UNSET ? DEFAULT_CHUNK : (int)MIN(MAX(o->chunk, 1), 4096);
     int threads = o->threads == UNSET || !o->threads ? default_threads(m)
-                : (int)MIN(MAX(o->threads, 1), MAX_THREADS);
-    if (positions > m->config.seq_len && !o->quiet)
-        fprintf(stderr,
-                "warning: -c %" PRId64 " is more than the %d positions the model was trained for\n",
-                positions, m->config.seq_len);
+                : (int)MIN(MAX(o->threads, 1), MIN(MAX_THREADS, 4 * core_count()));
     return session_new(m, (int)MIN(positions, MAX_POSITIONS), chunk, half, threads, logit_rows);
 }
 
+// Positions of the cache: -c, or the file's context, at most 4,096 unless more are wanted.
 static int64_t context_size(const Options *o, const Model *m, int64_t wanted) {
-    if (o->context != UNSET) return o->context;
-    return MIN(m->config.seq_len, MAX(DEFAULT_CONTEXT, wanted));
+    if (o->context == UNSET) return MIN(m->config.seq_len, MAX(DEFAULT_CONTEXT, wanted));
+    if (o->context > m->config.seq_len && !o->quiet)
+        warn_line("-c %" PRId64 " is more than the %d positions the model was trained for",
+                  o->context, m->config.seq_len);
+    return o->context;
 }
 
 static Sampler start_sampler(const Options *o, const Session *s) {
@@ -4697,6 +4754,16 @@ static void put(Span s) { // to stdout; a reader that went away ends the program
         if (errno == EPIPE) exit(0);
         die("cannot write: %s", strerror(errno));
     }
+}
+
+static bool is_stop(const Model *m, int id) { return id < m->vocab.size && m->vocab.stop[id]; }
+
+static void
+put_clean(const Str *s) { // as valid UTF-8 without control characters but newline and tab
+    Stream clean = {.terminal = true};
+    put(stream_push(&clean, (Span){s->p, s->n}));
+    put(stream_flush(&clean));
+    stream_free(&clean);
 }
 
 typedef struct {                        // tokens on their way to stdout
@@ -4741,7 +4808,7 @@ static void speak(Session *s, Sampler *sampler, Speaker *speaker, Ids *ids, int6
     stats->prompt += s->fed - fed, stats->prompt_s += now() - start, start = now();
     while (logits && (int64_t)ids->n < limit && !interrupted && !speaker->stream.stopped) {
         int next = sample(sampler, logits, sample_size(m), ids->p, (int)ids->n);
-        if (speaker->chat || m->gguf ? m->vocab.stop[next] : next == m->vocab.bos) break;
+        if (speaker->chat || m->gguf ? is_stop(m, next) : next == m->vocab.bos) break;
         ids_add(ids, next);
         speaker_say(speaker, next);
         if ((int64_t)ids->n < limit) logits = session_sync(s, ids->p, (int)ids->n, false);
@@ -4756,25 +4823,24 @@ static int cmd_generate(const Options *o, const Model *m) {
     int64_t prompt = (int64_t)ids.n, steps = o->steps;
     if (steps == UNSET) steps = prompt < DEFAULT_STEPS ? DEFAULT_STEPS : prompt + DEFAULT_STEPS;
     int64_t context = context_size(o, m, steps <= 0 ? m->config.seq_len : steps);
+    bool cut = o->steps > 0 && prompt > o->steps; // only the user's own -n may cut a prompt
     if (steps <= 0 || steps > context) steps = context;
-    bool cut = prompt > steps && o->steps > 0;
-    if (cut && !o->quiet)
-        fprintf(stderr,
-                "warning: the prompt has %" PRId64 " tokens, -n is %" PRId64
-                ": nothing is generated\n",
-                prompt, steps);
-    if (prompt > context && !cut)
+    if (prompt > context && (!cut || steps < o->steps))
         die("the prompt has %" PRId64 " tokens, the context %" PRId64
-            " positions (-c N makes it larger)",
-            prompt, context);
+            " positions (-c N makes it larger)", prompt, context);
+    if (cut && !o->quiet)
+        warn_line("the prompt has %" PRId64 " tokens, -n is %" PRId64 ": nothing is generated",
+                  prompt, steps);
     Session *s = cut ? NULL : start_session(o, m, MIN(context, MAX(steps, prompt)), 1);
     Sampler sampler = {0};
     if (s) sampler = start_sampler(o, s);
     Speaker speaker = speaker_new(o, m, NULL);
+    speaker.stream.n_stops = 0;          // the prompt is repeated whole
     bool bos = ids.p[0] == m->vocab.bos; // it marks the beginning and is not shown
     speaker.prev = o->no_echo ? ids.p[prompt - 1] : bos ? ids.p[0] : NO_TOKEN;
     for (int64_t i = bos; !o->no_echo && i < (cut ? steps + bos : prompt); i++)
         speaker_say(&speaker, ids.p[i]);
+    speaker.stream.n_stops = o->n_stops;
     Stats stats = {0};
     if (s) speak(s, &sampler, &speaker, &ids, steps + 1, !o->quiet && isatty(2), &stats);
     speaker_end(&speaker);
@@ -4797,6 +4863,7 @@ static bool read_line(Str *line, bool terminal) {
         if (!terminal || !line->n || line->p[line->n - 1] != '\\') return true;
         line->p[line->n - 1] = '\n';
     }
+    if (ferror(stdin) && !interrupted) die("stdin: cannot read: %s", strerror(errno));
     return any && !interrupted;
 }
 
@@ -4824,32 +4891,40 @@ typedef struct {
     Stats stats;
 } Chat;
 
-// The conversation as ids. While it leaves no room for a reply the oldest turn is dropped, the
-// system message never; the user is told. False if even the last message alone is too long.
+// The conversation without the `skip` messages that follow the system message, as ids.
+static void chat_ids(const Chat *c, int skip, Ids *ids) {
+    int first = c->talk.n && c->talk.p[0].role == SYSTEM, n = c->talk.n - skip;
+    Conversation part = {xalloc((size_t)n, sizeof(Message)), n, n};
+    for (int i = 0; i < n; i++) part.p[i] = c->talk.p[i < first ? i : i + skip];
+    Rendering r = render(&c->m->vocab, c->form, &part);
+    ids->n = 0;
+    tok_encode(&c->m->vocab, (Span){r.text.p, r.text.n}, (const uint8_t *)r.typed.p, TOK_SPECIAL,
+               ids);
+    rendering_free(&r), free(part.p);
+}
+
+// The conversation as ids. If it leaves no room for a reply the oldest turns are dropped, the
+// system message never, and the user is told. False if the last message alone is too long: it is
+// left out.
 static bool chat_prompt(Chat *c, Ids *ids) {
-    int room = MIN(c->limit / 4, 64) + 1;
-    for (bool told = false;; told = true) {
-        Rendering r = render(&c->m->vocab, c->form, &c->talk);
-        ids->n = 0;
-        tok_encode(&c->m->vocab, (Span){r.text.p, r.text.n}, (const uint8_t *)r.typed.p,
-                   TOK_SPECIAL, ids);
-        rendering_free(&r);
-        if ((int64_t)ids->n + room <= c->limit) return true;
-        int first = c->talk.n && c->talk.p[0].role == SYSTEM,
-            oldest = MIN(2, c->talk.n - first - 1);
-        if (oldest < 2) {
-            fprintf(stderr, "this message makes %zu tokens, the context has %d positions: left out "
-                    "(-c N makes it larger)\n", ids->n, c->limit);
-            return false;
-        }
-        if (!told)
-            fprintf(stderr, "context full (%zu of %d): the oldest messages are forgotten\n", ids->n,
-                    c->limit);
-        for (int i = first; i < first + 2; i++) str_free(&c->talk.p[i].text);
-        memmove(c->talk.p + first, c->talk.p + first + 2,
-                sizeof(Message) * (size_t)(c->talk.n - first - 2));
-        c->talk.n -= 2;
+    int first = c->talk.n && c->talk.p[0].role == SYSTEM, most = c->talk.n - first - 1, skip = 0;
+    size_t room = (size_t)(c->limit - MIN(c->limit / 4, 64) - 1);
+    chat_ids(c, most, ids);
+    if (ids->n > room) {
+        if (!c->o->quiet)
+            warn_line("this message makes %zu tokens of %d: it is left out (-c N makes room)",
+                      ids->n, c->limit);
+        return false;
     }
+    for (chat_ids(c, 0, ids); ids->n > room; chat_ids(c, skip, ids)) skip += 2;
+    if (!skip) return true;
+    if (!c->o->quiet)
+        warn_line("context full (%d positions): the oldest messages are forgotten", c->limit);
+    for (int i = first; i < first + skip; i++) str_free(&c->talk.p[i].text);
+    memmove(c->talk.p + first, c->talk.p + first + skip,
+            sizeof(Message) * (size_t)(most + 1 - skip));
+    c->talk.n -= skip;
+    return true;
 }
 
 static void chat_reply(Chat *c, Ids *ids) {
@@ -4860,7 +4935,7 @@ static void chat_reply(Chat *c, Ids *ids) {
     speaker_end(&speaker);
     put(SPAN("\n"));
     if ((int64_t)ids->n == c->limit && !c->o->quiet)
-        fprintf(stderr, "context full (%d positions): the reply ends here\n", c->limit);
+        warn_line("context full (%d positions): the reply ends here", c->limit);
     message_add(&c->talk, REPLY, (Span){reply.p, reply.n});
     str_free(&reply);
 }
@@ -4869,8 +4944,7 @@ static int cmd_chat(const Options *o, const Model *m) {
     Chat c = {.o = o, .m = m};
     Str notes = {0}, line = {0};
     c.form = o->template ? template_named(o->template) : template_find(m, &notes);
-    if (!c.form) die("--template %s: not one of those known (see --help)", o->template);
-    if (notes.n && !o->quiet) fprintf(stderr, "warning: %s", notes.p);
+    if (notes.n && !o->quiet) warn_lines(&notes);
     int64_t context = context_size(o, m, MAX(o->steps, 0));
     c.limit = (int)MIN(o->steps > 0 ? MIN(o->steps, context) : context, MAX_POSITIONS);
     c.s = start_session(o, m, c.limit, 1);
@@ -4899,24 +4973,31 @@ static int cmd_chat(const Options *o, const Model *m) {
 }
 
 // ---- tokenize
+// A token's text on one line: control characters and the backslash as escapes.
+static void add_escaped(Str *out, Span s) {
+    for (size_t i = 0; i < s.n; i++) {
+        unsigned char c = (unsigned char)s.p[i];
+        if (c == '\n') str_printf(out, "\\n");
+        else if (c == '\\') str_printf(out, "\\\\");
+        else if (c < 32 || c == 127) str_printf(out, "\\x%02x", c);
+        else str_add(out, s.p + i, 1);
+    }
+}
+
 static int cmd_tokenize(const Options *o, const Model *m) {
     Ids ids = input_ids(o, m);
-    Str out = {0};
+    Str out = {0}, name = {0};
     for (size_t i = 0; i < ids.n; i++) {
         str_printf(&out, o->pieces ? "%d " : i ? " %d" : "%d", ids.p[i]);
         if (!o->pieces) continue;
-        Str name = {0};
-        Stream clean = {.terminal = isatty(1)};
+        name.n = 0;
         tok_name(&m->vocab, ids.p[i], &name);
-        Span shown = stream_push(&clean, (Span){name.p, name.n});
-        str_add(&out, shown.p, shown.n);
-        shown = stream_flush(&clean);
-        str_add(&out, shown.p, shown.n), str_add(&out, "\n", 1);
-        str_free(&name), stream_free(&clean);
+        add_escaped(&out, (Span){name.p, name.n});
+        str_add(&out, "\n", 1);
     }
     if (!o->pieces) str_add(&out, "\n", 1);
-    put((Span){out.p, out.n});
-    str_free(&out), free(ids.p);
+    put_clean(&out);
+    str_free(&out), str_free(&name), free(ids.p);
     return 0;
 }
 
@@ -4929,7 +5010,9 @@ static void score_add(Score *t, double nll) { t->n++, t->sum += nll, t->squares 
 static double score_nll(const VecOps *ops, float *logits, int n, int id) {
     float max = logits[argmax(logits, n)], chosen = logits[id];
     double sum = (double)ops->exps(logits, 0, n, max);
-    return log(sum) - ((double)chosen - (double)max);
+    double nll = log(sum) - ((double)chosen - (double)max);
+    if (!isfinite(nll)) die("the model's logits are not finite numbers (a damaged file?)");
+    return nll;
 }
 
 // Feeds ids (n) to an empty session; rows from < i count: row i predicts ids[i + 1].
@@ -4958,7 +5041,7 @@ static int cmd_score(const Options *o, const Model *m) {
         die("--logits: the text has %zu tokens, the context %" PRId64 " positions: use -c %zu",
             ids.n, context, ids.n);
     if (pieces && context < 4)
-        die("score: -c %" PRId64 " is too small to cut a text in pieces", context);
+        die("score: -c %" PRId64 ", expected 4 or more to cut a text in pieces", context);
     FILE *dump = o->logits ? fopen(o->logits, "wb") : NULL;
     if (o->logits && !dump) die("%s: cannot open: %s", o->logits, strerror(errno));
     Session *s = start_session(o, m, context, 32);
@@ -5031,58 +5114,78 @@ static int cmd_bench(const Options *o, const Model *m) {
     return interrupted ? 130 : 0;
 }
 
-// ---- info: what is in the file, one `key: value` a line
-static void info_types(const Model *m, Str *out) {
-    int64_t parameters = 0, count[COUNT(formats) + 1] = {0};
-    for (int i = 0; m->gguf && i < m->gguf->n_tensors; i++) {
-        const GgufTensor *t = &m->gguf->tensors[i];
-        const Format *f = format_of(t->type);
+// ---- info: what is in the file, one `key: value` a line, as far as it says so
+static void info_text(Str *out, const char *key, Span value) { // no value can forge a line
+    str_printf(out, "%s: ", key);
+    add_escaped(out, value);
+    str_add(out, "\n", 1);
+}
+
+static void info_sizes(Str *out, int64_t layers, int64_t width, int64_t hidden, int64_t heads,
+                       int64_t kv_heads, int64_t head_size, int64_t context, bool half) {
+    str_printf(out,
+               "layers: %" PRId64 "\nwidth: %" PRId64 "\nhidden: %" PRId64 "\nheads: %" PRId64
+               "\nkv_heads: %" PRId64 "\nhead_size: %" PRId64 "\ncontext: %" PRId64 "\n",
+               layers, width, hidden, heads, kv_heads, head_size, context);
+    str_printf(out, "cache_bytes_per_token: %.0f\n",
+               2.0 * (double)layers * (double)kv_heads * (double)head_size * (half ? 2 : 4));
+}
+
+static void info_bin(const Model *m, Str *out) {
+    const Config *c = &m->config;
+    int64_t kv = (int64_t)c->n_kv_heads * c->head_size;
+    int64_t layer = (int64_t)c->dim * (2 + 2LL * c->dim + 2 * kv + 3LL * c->hidden_dim);
+    str_printf(out, "parameters: %" PRId64 "\ntypes: %s\n",
+               c->n_layers * layer + c->dim + (int64_t)c->dim * c->vocab_size * (m->tied ? 1 : 2),
+               m->version == 2 ? "int8" : "f32");
+    info_sizes(out, c->n_layers, c->dim, c->hidden_dim, c->n_heads, c->n_kv_heads, c->head_size,
+               c->seq_len, m->version == 2);
+    str_printf(out, "vocabulary: %d\nbos: 1\nstops: 1 <s>\n", c->vocab_size);
+}
+
+static void info_gguf(const Gguf *g, Str *out) {
+    int64_t count[COUNT(formats) + 1] = {0}, parameters = 0;
+    bool half = false;
+    for (int i = 0; i < g->n_tensors; i++) {
+        const GgufTensor *t = &g->tensors[i];
+        const Format *f = gguf_format(t->type);
         count[f ? f - formats : COUNT(formats)]++;
+        half |= t->type != TYPE_F32;
         parameters += (int64_t)(t->dims[0] * t->dims[1] * t->dims[2] * t->dims[3]);
     }
-    const Config *c = &m->config;
-    if (!m->gguf)
-        parameters = (int64_t)c->dim
-                     * ((int64_t)c->vocab_size * (m->tied ? 1 : 2) + 1
-                        + (int64_t)c->n_layers
-                              * (2 + 2LL * c->dim + 2LL * c->n_kv_heads * c->head_size
-                                 + 3LL * c->hidden_dim));
     str_printf(out, "parameters: %" PRId64 "\ntypes:", parameters);
     for (int i = 0; i < COUNT(count); i++)
         if (count[i])
             str_printf(out, " %s %" PRId64, i < COUNT(formats) ? formats[i].name : "unknown",
                        count[i]);
-    str_printf(out, "%s\nfile_bytes: %zu\n",
-               m->gguf           ? ""
-               : m->version == 2 ? " int8"
-                                 : " f32",
-               m->file.size);
-}
-
-static void info_config(const Model *m, Str *out) {
-    const Config *c = &m->config;
-    str_printf(
-        out,
-        "layers: %d\nwidth: %d\nhidden: %d\nheads: %d\nkv_heads: %d\nhead_size: %d\ncontext: %d\n"
-        "cache_bytes_per_token: %" PRId64 "\n",
-        c->n_layers, c->dim, c->hidden_dim, c->n_heads, c->n_kv_heads, c->head_size, c->seq_len,
-        cache_bytes_per_token(m, !m->all_f32));
+    str_printf(out, "\n");
+    char key[160];
+    #define SIZE(name, missing) gguf_int(g, arch_key(key, g, name), 0, INT64_MAX, missing)
+    int64_t width = SIZE("embedding_length", 0), heads = SIZE("attention.head_count", 0);
+    if (!width) return;                 // a vocabulary alone
+    info_sizes(out, SIZE("block_count", 0), width, SIZE("feed_forward_length", 0), heads,
+               SIZE("attention.head_count_kv", heads),
+               SIZE("attention.key_length", width / MAX(heads, 1)), SIZE("context_length", 0),
+               half);
+#undef SIZE
 }
 
 static void info_vocab(const Model *m, Str *out) {
     const Vocab *v = &m->vocab;
     str_printf(out, "vocabulary: %d\nbos: %d%s\nstops:", v->size, v->bos,
                v->add_bos ? "" : " (not added)");
+    Str stops = {0};
     for (int i = 0; i < v->size; i++)
-        if (v->stop[i]) str_printf(out, " %d", i), str_add(out, " ", 1), tok_name(v, i, out);
-    str_printf(out, "\n");
+        if (v->stop[i]) str_printf(&stops, " %d ", i), tok_name(v, i, &stops);
+    add_escaped(out, (Span){stops.p, stops.n});
+    str_add(out, "\n", 1), str_free(&stops);
 }
 
 static void info_sampling(const Gguf *g, Str *out) {
     static const char *const names[] = {"temp", "top_k", "top_p", "min_p", "penalty_repeat"};
     str_printf(out, "sampling:");
     size_t none = out->n;
-    for (int i = 0; g && i < COUNT(names); i++) {
+    for (int i = 0; i < COUNT(names); i++) {
         char key[64];
         snprintf(key, sizeof key, "general.sampling.%s", names[i]);
         const GgufValue *v = gguf_find(g, key);
@@ -5096,34 +5199,31 @@ static void info_sampling(const Gguf *g, Str *out) {
 }
 
 static void model_info(const Model *m, Str *out) {
-    Span family = m->gguf ? gguf_string(m->gguf, "general.architecture") : SPAN("llama");
-    Span name = m->gguf ? gguf_string(m->gguf, "general.name") : (Span){"", 0};
-    Span pre = m->gguf ? gguf_string(m->gguf, "tokenizer.ggml.pre") : (Span){"", 0};
-    str_printf(out, "format: %s %d\nfamily: ", m->gguf ? "GGUF" : ".bin version", m->version);
-    str_add(out, family.p, family.n),
-        str_printf(out, "%s\nname: ", arch_find(family) ? "" : " (not known here)");
-    str_add(out, name.p, name.n), str_add(out, "\n", 1);
-    info_types(m, out);
-    if (m->config.dim) info_config(m, out);
+    const Gguf *g = m->gguf;
+    str_printf(out, "format: %s %d\n", g ? "GGUF" : ".bin version", m->version);
+    info_text(out, "family", g ? gguf_string(g, "general.architecture") : SPAN("llama"));
+    info_text(out, "name", g ? gguf_string(g, "general.name") : (Span){"", 0});
+    str_printf(out, "file_bytes: %zu\n", m->file.size);
+    if (!g) info_bin(m, out);
+    else info_gguf(g, out);
     if (m->vocab.size) info_vocab(m, out);
-    else str_printf(out, "vocabulary: %d\n", m->config.vocab_size);
-    str_printf(out, "pre: "), str_add(out, pre.p, pre.n), str_add(out, "\n", 1);
-    info_sampling(m->gguf, out);
+    if (!g) str_printf(out, "template: llama2\npre:\nsampling: none stated\n");
+    else {
+        Str unused = {0};
+        str_printf(out, "template: %s\n",
+                   m->chat_template.n ? template_find(m, &unused)->name : "none");
+        str_free(&unused);
+        info_text(out, "pre", gguf_string(g, "tokenizer.ggml.pre"));
+        info_sampling(g, out);
+    }
 }
 
 static int cmd_info(const Options *o, const Model *m) {
     (void)o;
     Str out = {0};
     model_info(m, &out);
-    if (m->gguf && m->chat_template.n) {
-        Str unused = {0};
-        str_printf(&out, "template: %s\n", template_find(m, &unused)->name);
-        str_free(&unused);
-    } else str_printf(&out, "template: %s\n", m->gguf ? "none" : "llama2");
-    Stream clean = {.terminal = true};
-    put(stream_push(&clean, (Span){out.p, out.n}));
-    put(stream_flush(&clean));
-    stream_free(&clean), str_free(&out);
+    put_clean(&out);
+    str_free(&out);
     return 0;
 }
 /* ------------------------------------------------------------------------------------------------
@@ -5219,7 +5319,6 @@ _Noreturn __attribute__((format(printf, 1, 2))) static void die_usage(const char
     va_start(args, format);
     say_line("error: ", format, args);
     va_end(args);
-    fprintf(stderr, "try: run --help\n");
     exit(2);
 }
 
@@ -5254,7 +5353,7 @@ static void opts_parse(Options *o, int argc, char **argv) {
         for (int k = 0; k < COUNT(opts) && !opt; k++)
             if (a[1] == '-' ? !strcmp(a + 2, opts[k].name) : a[1] == opts[k].letter && !a[2])
                 opt = &opts[k];
-        if (!opt) die_usage("unknown option `%s`", a);
+        if (!opt) die_usage("unknown option `%s` (--help lists them)", a);
         if (opt->kind != OPT_FLAG && ++i == argc) die_usage("option `%s` needs a value", a);
         opt_set(o, opt, argv[i]);
     }
@@ -5277,23 +5376,27 @@ static int run(int argc, char **argv) {
     while (mode < COUNT(modes) && strcmp(o.mode, modes[mode].name)) mode++;
     if (o.help) usage(stdout);
     else if (o.version) fprintf(stdout, "run.c %s\n", VERSION);
-    else if (!o.model) {
-        usage(stderr);
-        return 2;
-    }
-    if (o.help || o.version) return 0;
+    else if (!o.model) usage(stderr);
+    if (fflush(stdout) || ferror(stdout)) die("cannot write: %s", strerror(errno));
+    if (o.help || o.version || !o.model) return o.help || o.version ? 0 : 2;
     if (mode == COUNT(modes))
         die_usage("--mode: `%s`, expected generate, chat, tokenize, score, bench or info", o.mode);
     if (o.kv && strcmp(o.kv, "f32") && strcmp(o.kv, "f16"))
         die_usage("--kv: `%s`, expected f32 or f16", o.kv);
     if (o.context != UNSET && o.context < 1)
         die_usage("--context: %" PRId64 ", expected 1 or more", o.context);
+    if (o.template && !template_named(o.template))
+        die_usage("--template: `%s`, which is not known", o.template);
+    if (o.input && o.file) die_usage("both -i and -f are given: one input at a time");
+    if (o.repeat_penalty && !(o.repeat_penalty >= 0.01 && o.repeat_penalty <= 100))
+        die_usage("--repeat-penalty: %g, expected 0, or 0.01 to 100", o.repeat_penalty);
     if (o.top_p < 0 || o.top_p > 1) o.top_p = 0.9;          // as llama2.c
     signal(SIGPIPE, SIG_IGN);
     interrupt_arm();
     Model m = {0};
     model_open(&m, file_map(o.model), o.tokenizer, modes[mode].need);
-    if (m.warnings.n && !o.quiet) fprintf(stderr, "%s", m.warnings.p);
+    if (o.tokenizer && m.gguf && !o.quiet) warn_line("-z: a GGUF brings its own vocabulary");
+    if (m.warnings.n && !o.quiet) warn_lines(&m.warnings);
     int status = modes[mode].run(&o, &m);
     if (fflush(stdout) || ferror(stdout)) die("cannot write: %s", strerror(errno));
     model_close(&m), free(o.stops);

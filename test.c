@@ -707,7 +707,7 @@ static void test_worked_numbers(void) {
 
 // ---- the command line
 static void test_command_line(void) {
-    const struct { int status; const char *err; const char *args[8]; } cases[] = {
+    const struct { int status; const char *err; const char *args[10]; } cases[] = {
         {2, "usage", {NULL}}, {0, "", {"--help"}}, {0, "", {"-h"}}, {0, "", {"--version"}},
         {2, "unknown option `--frob`", {"models/story.gguf", "--frob"}},
         {2, "needs a value", {"models/story.gguf", "-t"}},
@@ -720,6 +720,12 @@ static void test_command_line(void) {
         {1, "32000", {"tests/bin-v0.bin", "-z", "tokenizer.bin"}},
         {1, "tokens, the context 16", {"models/story.gguf", "-c", "16", "-i", "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"}},
         {1, "at least 2", {"models/story.gguf", "-m", "score", "-i", ""}},
+        {2, "--template: `nope`", {"models/story.gguf", "--template", "nope"}},
+        {2, "both -i and -f", {"models/story.gguf", "-i", "a", "-f", "b"}},
+        {2, "--repeat-penalty", {"models/story.gguf", "--repeat-penalty", "1e-40"}},
+        {1, "the context 2 positions", {"models/story.gguf", "-i", "Once upon a time", "-n", "100", "-c", "2"}},
+        {1, "`x`, expected a token id", {"models/story.gguf", "--ids", "-i", "x"}},
+        {0, "", {"models/story.gguf", "-i", "Once", "-n", "9", "-s", "1", "-t", "1e-40"}},
         {0, "nothing is generated", {"models/story.gguf", "-n", "4", "-i", "one two three four five six"}},
         {0, "", {"models/story.gguf", "-n", "1", "-t", "0", "--threads", "-1"}},
         {0, "", {"models/story.gguf", "-n", "3", "-s", "-1", "--threads", "8"}},
@@ -727,7 +733,7 @@ static void test_command_line(void) {
     };
     for (int i = 0; i < COUNT(cases); i++) {
         const char *const *a = cases[i].args;
-        Outcome o = program(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], NULL);
+        Outcome o = program(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], NULL);
         if (!a[0]) check(!str_has(&o.out, "usage"), "no arguments: the usage belongs on stderr");
         check(o.status == cases[i].status, "%s %s: status %d, expected %d\n%s", a[0], a[1], o.status, cases[i].status, o.err.p);
         check(str_has(&o.err, cases[i].err), "%s %s: expected `%s`, got %s", a[0], a[1], cases[i].err, o.err.p);
