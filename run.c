@@ -1972,24 +1972,22 @@ static void matmul(Worker *w, const Acts *x, const Product *list, int count) {
  * Before a text becomes tokens it is cut into words, and what a word is stands in a regular
  * expression that came with the model: each family's authors wrote their own, and one wrong cut
  * shifts the ids of all that follows. So we keep the authors' expressions as data and interpret
- * them. The idea that makes this small: a text is decoded once into Letters, which carry their
- * Unicode class, and a repeated set can only be followed back one letter at a time. The matcher
- * therefore recurses on the pattern and never on the text: a megabyte of spaces needs no more stack
- * than one. The price: no general backtracking into groups, which no pre-tokeniser uses, and a
- * class table of 1.1 MB, expanded in about a millisecond from the string below. Bytes that are no
- * UTF-8 are letters too, of one byte each, so nothing a user types is lost or refused.
+ * them. What makes this small: a text is decoded once into Letters, which carry their Unicode
+ * class, and a repeated set can only be followed back one letter at a time, so that the matcher
+ * recurses on the pattern and never on the text: a megabyte of spaces needs no more stack than one.
+ * The price: no general backtracking into groups, which no pre-tokeniser uses, and a class table of
+ * 1.1 MB, expanded in about a millisecond. Bytes that are no UTF-8 are letters too, of one byte
+ * each, so nothing a user types is lost or refused.
  */
 
 // ---- UTF-8
 // Takes one character from the n > 0 bytes at p: its length; *code is U+FFFD for one invalid byte.
 static int utf8_next(const char *p, size_t n, uint32_t *code) {
-    const uint8_t *b = (const uint8_t *)p;
     int length = utf8_length(p, n);
-    if (length == 1) return *code = b[0], 1;
-    if (length < 1) return *code = 0xFFFD, 1;
-    *code = b[0] & (0x7Fu >> length);
-    for (int i = 1; i < length; i++) *code = *code << 6 | (b[i] & 63u);
-    return length;
+    uint8_t first = (uint8_t)p[0];
+    *code = length < 1 ? 0xFFFD : length == 1 ? first : first & (0x7Fu >> length);
+    for (int i = 1; i < length; i++) *code = *code << 6 | (p[i] & 63u);
+    return MAX(length, 1);
 }
 
 static void utf8_put(Str *out, uint32_t c) {
@@ -2000,70 +1998,65 @@ static void utf8_put(Str *out, uint32_t c) {
     str_add(out, b, (size_t)n);
 }
 
-// ---- Unicode 16: classes of code points. White space is one more: it overlaps no other.
-enum { UNI_OTHER, UNI_LU, UNI_LT, UNI_LL, UNI_LM, UNI_LO, UNI_M, UNI_N, UNI_P, UNI_S, UNI_SPACE };
-enum { UNI_CLASSES = 11, UNI_COUNT = 0x110000 };
+// ---- Unicode 16: classes of code points. White space is one more: it overlaps no other. Lt counts
+// as Lu and Lm as Lo, because every expression that tells letters apart names them together.
+enum { UNI_LU, UNI_LL, UNI_LO, UNI_M, UNI_N, UNI_P, UNI_S, UNI_SPACE, UNI_OTHER, UNI_PAIRS };
+enum { UNI_COUNT = 0x110000 };
 
-// Runs of one class, written by tests/unicode.py. A character v + '#' is a run of class v % 11 and
-// length v / 11 + 1; lengths above 7 follow as base-32 digits, low first. The twelfth class of a
-// long run is so many pairs "Lu Ll", as alphabets come.
+// Runs of one class, written by tests/unicode.py. A character v + '#' is a run of class v % 10 and
+// length v / 10; a length above 8 or 9 is 0 there and follows as base-32 digits, low first.
+// UNI_PAIRS stands for so many pairs "Lu Ll", as alphabets come.
 static const char uni_runs[] =
-    "p9YpB-A,b,Lw:6B6qJA,+,sJ+,+,Z-pJ-+X+7(+,#M5,&6,*(+@+qG,fsH,s8{K$1{7$1{G/&$&$</&$&/&:1E&/&:</&/"
-    "&{2/&$1$&/&:&$&/1($<I$%&$%&$%&{7$1{8$1$%&$&:&{L$h/&/1$&E&{3$sU2(sKtBMt<y>Sn','yAv`3{2',$&.'<+$"
-    "D7$+:#$#/&qA#q9sS1$1:<{;$R$&,$&/1qc1s`1{A,k{K/&{5$1{`1#qV1.'bsY16.B#v]1+)+4+4+)p8uKDI6pAB6,67v"
-    ";+#AuP1'u:vEw:L3)uS3+(k#,`24,J3w:>7(x>.()uNvK.ui2v;(p>w:uQ1v92,A'.)7uFJ'v9'?'U.x?#uI?.+#u;OuH,"
-    "_p8v9uY1'vH#vQ1uf1?(vB(ku:46w:+'u??#u8.3.uF#j#(9I.)(k.4.?(p8)D3#>4.w:37a7(+).?#_D3.uF#j#3#3#3."
-    ")#UD4.?9)eI#(ew:4>)+p:?#u9#>#uF#j#3#T.)(v8#?#?.(p?34.w:+,e(`#?#u8.3.uF#j#3#T.)(k.4.?e?D3#>4.w:"
-    ",(ap:)(#_9>#I93#(#3939>9u<DU9?#J.(Z)p>w=y8OUu8#>#uG#u@.)(k#?#Je4#>.(.34.w:e+l,(?+u8#>#uG#u:#T."
-    ")(k#?#Je4Z3#34.w:#3)p<Ju9#>#uY14(k#?#J(,D>)l>4.wC,_#?#uB9uH#u9#(.j9)D`#)#v8Zw:.4+p<u`1)3kD,_'v"
-    "8+w:6pU13#(#T#uH#(#u:)3v9(.T#'#k#w:.IpP1(Bx?,+B4cwD,),),)L4u8#uT1DvD+4Tv;#vT1#y8)c#7WM6pU1u[1v"
-    "D(w:b_JI?(?3k>Ju=v<()w:J7qV1#$O$.s[1+'<uY:#I.j#(#I.uY1#I.uQ1#I.j#(#I.u?#ui1#I.uS2.?x9wD9u@y:Zq"
-    "f2.].+u\\C,+uA-uJ69u[2A@u8euBJp9uC?6p9uB4p<u=#>#4p<ud1vP1A'A,().w:Zw:Zx;?#)w:ZuS1'ue1eT4uR1)(O"
-    "uV2p:uO#v<Dv<D,96w:uN.Tp;u\\1DuJZw;9yR1uGU.6ue1v:#vM.)w:Zw:Zm'b.vOpa1Uu_1vAu8#6w:my:v9y9A?uNv="
-    "3w:u\\1v>p8LuT1vD9Ww:9>w:uN^6s9$&Oq[1.:x8p8?+vEI)_)3?(Os\\1to1s='sR1tU1vP2{Z2$s9{`1$s9q8].[.s8"
-    "q8s8q8].[.s8#$#$#$#$s8q8s>.s8r8s8r8s8r8R#1E%,&B<#1E%BG.1E#Bs8PB.<#1E%7#z;OxH8O-xD,x=,x<-p@*'.a"
-    "B6'w:B6#t=9yQ1p?vQ1p?7$M$7&:1:&,$BPc$,$,$,E,&E&I&71/X$GM&,wc1$&V7Dyh;LyM6yo7pFy;pEwl1y^2wFyXCx"
-    ">wNya16yOx:yc<xFyo1LyP16yf;.yP1#yY3q`1s`1$&:1{3E&$1$]2:&{`1$1c{2?$&OL*6sV1#&O&.uh1e'+p>)uGp9j#"
-    "j#j#j#j#j#j#j#vP1x_1'xP17x<pR1yJ#yi2p<yf6pJy@-A,'(*x:7x<,w9`+S7@'(+7#uf2.472(+uj2+=(Ou[1#un2#7"
-    "Ky:uP1yV1p9,u@yO#w:yNw8,w?yP1w:yW1w?yP:uP^6yP2ue`D'ugS19yg1p9uX1^6u\\8'Au@w:3pD{G(J+v:+'{>24uV"
-    "2w:4bp8yGt97{6$<{O's8{2/&{4'7{2($&$<{:P&P&{7E&$&/&.$&#&#&{3$pE=$&(2&j)>)I)uGUM)9aMZud1Lp84ub1v"
-    "Bp86w:ZvB_A(+3)w:uLv86uGv=p;+uM9Ju_1v>x=#'w:D6T)'u9w:T#uY1v>p9>)u84.w:.Lu@'_B(?ub1)(?34T4()(pH"
-    "3'6u;U6(24p:_._._p9j#j#s[1,Hs9'7Ds`2uS1v8+4.w:ZuTm:p<uGDua1pTX8u^;.uZ3pV1hp<RO()u:,u=#T#(#3#3#"
-    "u\\3yAp@u[;6y@uP2.uf1e,pP1u<Mv@x:Zv@xS1#x>,+B#+,6DT#uW4DA,b,Lw:6B6qJA,+,sJ+,+,mu:'u]12uO9_._._"
-    ".>9n#np=7.u<#uJ#uC#3#u?.u>pR1uk3OADw]19y9wi1yA5B#y=9,p_1y]1)pR4uM9ua1p?)wKDuP1Kp9uD*u8*OuV1UOu"
-    "N#+uT1Du8+VpZ1qX1sX1u^2.w:ZqT1DsT1DuX1p8ud1p;+q;#q?#f#/#s;#s?#h#19ud1p<ug9p9uFp:u8pH^#tZ1#t9pU"
-    "2_.(#u\\1#39(.uG#+w8uG7luOp8w9p`1uC#3OVuFa9+uJO+pP2uh1D53w@.w^1(?#4OJI#>#uM.?D)w9ex9euM5+uM@pP"
-    "1u8,uL4DVmp9uf19muF.w8uCOw8uBeLp<lp`2uY2pg1qc1p=sc1eauT1Jp8w:Zw:I'(qF9U+'sFp87p`6wO#uZ1#4+.3p@"
-    ">pg1JuMw:(p8uFv;KWpFuBJLpV1uElpDuGp9?ue1v?mDwN)34(p9Ju]1v;6#L)p=uIew:Z?uT1v>#w:L(4(p8uS1)6(p9?"
-    "u`1v>ILJ+4w:(+(A#wDp;uB#uIv<b)3)pn1j#(#I#u?#u:+Zu_1v<Ow:ZJ#u8.3.uF#j#3#T#4(k.4.?.(Z)OT4.k9Up;u"
-    ":#(.(#uV1#(v9#).)#J#U()(6#6p84pMue1vBIWw:6#+)>pNu`1vD3+(p8w:pV5u_1k.v9xGI4pR1u`1vAA(p;w:Zx=pCu"
-    "[1v=(+Zw:ZwDpLuK.v?Dw<A,jpi5u\\1v?+pT3qP1sP1wCp<u8.(.u8#3#uH`#4.J()(4Ap9w:pV2u8.uW1k.k(+()pK(v"
-    ":uX1k(Jx8)p8(v;u^1v@A(Wp=uY2ex:pf5uQ1+p>w:Zu9#uU1v8#v8(Wp:wM96uN.vF#v>pY2j#3#uV1`9)#4#k()p8w:Z"
-    "_#3#uP1U#4#U(ew:pf9uCJ6e4()u=#uR1k9Ux=w:)pe2(p?wEyMp=+ujLpV3w_3#Wp;uT6p\\b2uQ36p=u`Q1p@)_v?p:u"
-    "kl3OuWBpie6uNvBw:pVf1uiAeuO#w:D6u_2#w:ZuN.U+p:u`1kWMH+,p:w:#l#uEOuCp`==uX12Aw:pV6qP1sP1wGLpU3u"
-    "[2D)(vg1eJt=pP22+')p;4p>uho5p8ufV1pY1u:pWg8H#i#2#uS9p?(pM>.(p>Ip8u\\<pTX2u[3Ou=9u9eu:.,4+pPk3y"
-    "`7w:Zyd=p\\2v^1.vGp9yd3pl1yf7p:yW1.yl1UB`p8v87kyNJym1pEyR2?,pj3wDp<wDp<yg2p9wIpW4qJsJqJh#sBqJs"
-    "J$#/.$./.E#q8G#&#h#s;qJsJ/#E.q8#f#sJ/#E#P#$9f#sJqJsJqJsJqJsJqJsJqJsJqJsL.qI,sI,]qI,sI,]qI,sI,]"
-    "qI,sI,]qI,sI,]$&.wb1yP@vg1Mvb1y8)y>)7Wp?U#v?p`R1s:(sDZ]pe6k#vA.k#4#UOtn1pQ1)p`3u]19ki.w:D(,pP:"
-    "uN)pAu\\1Jw:O,p`>uK'Jw:pf6uN4(w:D+pP?j#I#3#u?#uU6.w9kpY1qR1sR1k'Dw:D6paHwk1,@,Kp\\2w]1,w?pR6I#"
-    "uK#3#(.(#u:#I#(#(Z(D(#(#(#>#3#(.(#(#(#(#(#3#(.I#j#I#I#(#u:#uAO>#T#uApd17p^8y\\1DyT3p<y?.y?#y?#"
-    "yU1p:w=yQ5ph1yMp=y\\1Dy9e7p>cpj4yhNDyA9y=9yg3Dyo2Zy<D,p?y<Dyh1p8y:ZyX1p8yN.y<D7pn1yd:p<y>.y=9y"
-    ":Oyh1ey?.y;Zy9eyc4#yl2w:pVP1uPgY1pP1ujQ4Zun6.uRd5p>uaY7p?u^CpR]2un@pR_1u[j4OuPS4p`ZgEv`7p``o5";
+"+H\\+Q4F3d3P'I<G<#YF323$Y2323g4+Y42[2=/235Q;3.<31/2E2#V3i$W3t,Z-8r-8,V7.6-B7.67.A8K.7.AB7.7.@7.-86"
+"7.A.678/-BM7.7.7.r-8|-87.6A.,[-j7.786K.J-$dA/$Z%QQ%K)MWo/3/)P&oB@/36?/B2-S=-2A5-57.#P5}$b@-8AB,J-V"
+"63678#r@$o@,P3l,Z7.^-8,o@5#e@?/d$h@<?G5&l@202:2:20{%ZSM<+PG<3<=&J25F%j@&T'IP90%bB2/l53b9:3N9'IC=/("
+"M?/0%]&Z?%xA&J/+M'I%`@&H93F/?0=%UN/&H/D/X?(N5%XD?25%J]%W3a{&H%i@&W5&`@%u@D/&Q/l%I:<'I2%OD5u?9?%U5k"
+"5/IM?0/l?:?D/{0S95C:?'I9=c=/20?D5aS9?%U5k595959?05XS:?DI0qM5/q'I:C02+ID5%H5C5%U5k595W?0/v5D5D?/+N9"
+":?'I23q/b5D5u?9?%U5k595W?0/l?:?DqDS95C:?'I3/c+I0/5aIC5MI95/59I9ICI%KSXID5N?/g0+M'Ly]Xu5C5%V5%O?0/l"
+"5D5Nq:5C?/?9:?'Iq2m3/D2u5C5%V5%I5W?0/l5D5Nq:g959:?'I590+KN%H5C5%h@:/l5D5N/3SC0mC:?'R3a5D5%QI%W5%H5"
+"/?kI0Sb505vg'I?:2+K%o@09lS3kv2'I<+d@95/5W5%W5/5%I09&H/?W5/5l5'I?M+_@/G(N32G:e'S303030P:u5%c@S&S2:W"
+"&J5&c@5y0e5=ZQ<+d@%j@&S/'IdaNMD/D9lCN%L&K/0'IN=#e@5-]-?$j@2/B%hI5M?k5/5M?%h@5M?%`@5M?k5/5M?%N5%x@5"
+"M?%bA?D(H'SI%O)Ig#uA?`?2%kR32%P4%Y<I%jAFEuq%QN+H%RD<+H%Q:+K%L5C5:+K%s@&_@F/F3/0?'Ig'Ig(JD50'Ig%xAq"
+"W:%a@0/]%eA+I%^5&KS&KS3I<'I%]?W+J%k@S%Yg'JI)a@%VX?<%t@&I5&\\?0'Ig'Ign/d?&^+p@X%n@&Pu5<'In)I&H)HFD%"
+"]&L9'I%k@&M{P%c@&SIZ'IIC'I%c@<~6]#j@?Ax{D2&TM0a09D/]$k@%~@$L/$a@%d@&_A,iA-~,o@-~s`?_?tsts`?_?t5-5-"
+"5-5-ts$M?tststsV58U3.GB58UGL?8K5GtUG?B58U=5*J](W>]4(S3(L3(K4+O1/?cG</'IG<5%LI)`@+N&`@+N=-Q-=.A8A.3"
+"-GUe-3-3-3K3.K.M.=87[-LQ.3'r@6Y=S)wJP)\\<)~F+U)J+T'{@)mA'U)gR(M'])p@<)^(I)rK(U)~@P)_@<)uJ?)_@5)hB#"
+"o@$o@6A8JK.-8-`9A.,o@-8e@D6]P1<$e@5.].?%w@q/2+M0%V+Hk5k5k5k5k5k5k5k5&_@(n@/(_@=(K+a@)Y5)xA+K)uE+Y)"
+"O4F391(I=(K3'Hb2W=E92=5%uA?:=C2%yA2M]%j@5%}A5=O)I%_@)e@+H3%O)^5'I)]w3'N)_@'I)f@'N)_I%_mE)_A%lsTI)v"
+"@+H%m@<%lGF%O'I9+S,V/N2&I2/,M9:%eA'I:d{)V%H=h-B,^/t@7.T/=@/6-B,IU.U.rK.67.?65.5.J-+TC6C.k0C0M0%VXQ"
+"0IcQg%s@P{:%q@&Q{<'Ig&QaF/290'I%[v<%V&L+J2%\\IN%n@&M(L5/'IS<W0%I'IW5%h@&M+HC0u:?'I?P%VG/D%q@0/D9:W"
+":/0/+WC<%JX<C:+Ia?a?a+Hk5k5$j@3M~/=S$oA%b@v2:?'Ig%c|I+K%VS%p@+cgG%mJ?%iB+e@j+KV]/0%I3%L5W5/59595%k"
+"B)P+O%jJ<)O%_A?%u@q3+_@%KQ&O(Ig&O(b@5(M32G523<SW5%fCSF3d3P'I<G<#YF323$Y2323n%xAIa?a?a?CIo5o+L=?%K5"
+"%Y5%R595%N?%M+a@%zB]FS'l@I)H'x@)P;G5)LI3+n@)l@0+aC%\\I%p@+N0'ZS%_@O+H%S1u1]%e@X]%]52%c@Su2Y+i@#g@$"
+"g@%mA?'Ig#c@S$c@S%g@{%s@+J2#J5#N5i575$J5$N5j58I%s@+K%vH+H%U+Iu+Wa5%i@5%H+dAa?/5%k@59I/?%V52w%V=m%^"
+"{'H+o@%R59]Y%UcI2%Y]2+_A%w@S;9'O?'m@/D5:]NM5C5%\\?DS0'Hq(Hq%\\;2%\\E+_@u3%[:SYn+H%u@In%U?w%R]w%QqP"
+"+Km+oA%hA+v@#r@+L$r@qc%c@N{'Ig'Ia#UIX2/$U{=+oE'^5%i@5:2?9+OC+v@N%\\'I/{%U&JOZ+U%QNP+e@%Tm+S%V+HD%t"
+"@&NnS']09:/+HN%l@&J<5P0+L%Xq'IgD%c@&M5'IP/:/{%b@0</+HD%o@&MMPN2:'I/2/F5'S+J%Q5%X&Kd090+}@k5/5M5%N5"
+"%I2g%n@&K]'IgN5u?9?%U5k595W5:/l?:?D?/g0]W:?lIX+J%I5/?/5%e@5/&H50?05N5X/0/<5<{:+\\%t@&QMZ'I<520C+]%"
+"o@&S92/{'I+eD%n@l?&H(VM:+a@%o@&PF/+J'Ig(L+R%j@&L/2g'Ig'S+[%Z?&NS'KF3k+xD%k@&N2+cB#_@$_@'R+Ku?/?u59"
+"5%Wb5:?N/0/:F+H'I+eAu?%f@l?l/2/0+Z/&I%g@l/Nx0{/&J%m@&OF/Z+L%hAq(I+uD%`@2+M'Ig%H5%d@v5v/Z+I'\\I<%]?"
+"&U5&M+hAk595%e@bI05:5l/0{'Iga595%_@X5:5X/q'I+uH%RN<q:/0%L5%a@lIX(L'I0+tA/+N'T)\\+L2%y[+eB'nB5Z+J%c"
+"E+kqA%`B<+L%o`@+O0a&N+I%z{B]%fQ+xtE%]&Q'I+eu@%xPq%^5'IS<%nA5'Ig%]?X2+I%o@lZQM23+I'I5m5%T]%R+oL%l@F"
+"'I+eE#_@$_@'VP+dB%jAS0/&v@qN%L+_A92/0+J:+M%w~D{%ue@+h@%I+fvGM5k595%bH+N/+\\C?/+MM{%kK+cgA%jB]%LI%H"
+"q%I?3:2+_zB)oF'Ig)sL+kA&m@?&V+H)sB+{@)uF+I)f@?){@XGb{v=l)]N)|@+T)aAD3+yB'S+K'S+K)vA+H'X+fC#Y$Y#Yj5"
+"$Q#Y$Y-57?-?7?K5sL5.5j5$J#Y$Y75K?s5i5$Y75K5U5-Ii5$Y#Y$Y#Y$Y#Y$Y#Y$Y#Y$Y#Y$[?#X3$X3`#X3$X3`#X3$X3`#"
+"X3$X3`#X3$X3`6?'q@)_O&v@Q&q@y0)M0=Z+NX5&N+oa@$I/$Sg`+tEl5&P?l5:5X]%}@+`@0+oB%l@Ilk?'IS/3+_I%]0+P%k"
+"@N'I]3+oM%[N'I+uE%]:/'IS2+_Nk5M595%N5%dE?'Hl+h@#a@$a@l/S'IS<+pW'z@3E3O+kA'l@3'N+aEM5%Z595/?/5%I5M5"
+"/5/g/S/5/5/5C595/?/5/5/5/5/595/?M5k5M5M5/5%I5%P]C5W5%P+s@=+mG)k@S)cB+K)N?)N5)N5)d@+I'L)`D+w@)\\+L)"
+"k@S)Hq=+Me+yC)w]S)PI)LI)vBS)~Ag)KS3+N)KS)w@{)Ig)g@{)]?)KS=+}@)sI+K)M?)LI)I])w@q)N?)Jg)Hq)rC5){A'I+"
+"e_@%_vh@+_@%y`Cg%}E?%asD+M%phF+N%mR+alA%}O+an@%jyC]%_bC+oivT&oF+oo~D";
 
 static uint8_t *uni_new(void) { // the class of every code point
     uint8_t *class = xalloc(UNI_COUNT, 1);
     size_t at = 0;
     for (const char *p = uni_runs; *p;) {
-        int v = *p++ - '#', k = v % UNI_CLASSES;
-        size_t n = (size_t)(v / UNI_CLASSES + 1);
-        if (n > 7) {
-            n = 0;
-            for (int shift = 0, more = 1; more; shift += 5) {
-                int digit = *p++ - '0';
-                n |= (size_t)(digit & 31) << shift, more = digit & 32;
-            }
+        int v = *p++ - '#', k = v % 10;
+        size_t n = (size_t)(v / 10);
+        for (int shift = 0, more = !n; more; shift += 5) {
+            int digit = *p++ - '?';
+            n |= (size_t)(digit & 31) << shift, more = digit & 32;
         }
-        if (v < 8 * UNI_CLASSES) memset(class + at, k, n), at += n;
+        if (k != UNI_PAIRS) memset(class + at, k, n), at += n;
         else
             for (; n; n--) class[at++] = UNI_LU, class[at++] = UNI_LL;
     }
@@ -2089,117 +2082,78 @@ static int letters_from(Letter *out, const uint8_t *uni, Span text) { // out: te
 }
 
 // ---- Re: a matcher for what pre-tokenisers use.
-//   pattern = branch { "|" branch }                    the first branch that fits is taken
-//   branch  = { item [ ("?" | "*" | "+" | "{m}" | "{m,n}") ["+"] ] }   second "+": never give back
-//   item    = set | "$" | "(?:" pattern ")" | "(?i:" pattern ")" | "(?!" pattern ")"
+//   pattern = branch { "|" branch }                 the first branch that fits is taken
+//   branch  = { item [ "?" | "*" | "+" ] }
+//   item    = set | "(?:" pattern ")" | "(?!" pattern ")"
 //   set     = "[" ["^"] { member ["-" member] } "]" | member
-//   member  = character | "\s" "\S" "\d" "\r" "\n" "\t" | "\p{L}", \p{Lu}, ... | "\" character
+//   member  = character | "\s" "\S" "\r" "\n" | "\p{L}", \p{Lu}, ... | "\" character
 // Groups take "?" at most and are atomic. The patterns are ours (a table below): they are trusted.
-enum { RE_MAX = 1024 };      // bytes of the longest pattern
-
 typedef struct {
-    const char *pattern;
     const Letter *text;
-    int from, end;           // the fragment; look-ahead sees `end` as the end of the text
-    bool nocase;
-    const char *run;         // the last unlimited repeat met, and how far it reached: asked again
-    int run_from, run_end;   // inside this stretch it answers at once, which keeps \s++$ linear
+    int end;                 // of the fragment; look-ahead sees it as the end of the text
     struct { const char *set; Letter l; bool holds; } memo[512]; // sets already asked about letters
-    uint16_t skip[RE_MAX];   // bytes of the item at each place of the pattern, 0: not known yet
 } Re;
 
 static bool re_property(const char *name, int class) { // name: what follows "\p{"
-    static const char letters[] = "utlmo"; // in the order of the enum, from UNI_LU
-    switch (name[0]) {
-    case 'L':
-        if (name[1] == '}') return class >= UNI_LU && class <= UNI_LO;
-        return class >= UNI_LU && class <= UNI_LO && letters[class - UNI_LU] == name[1];
-    case 'M': return class == UNI_M;
-    case 'N': return class == UNI_N;
-    case 'P': return class == UNI_P;
-    default: return class == UNI_S;
-    }
+    static const char others[] = "MNPS"; // as in the enum, from UNI_M on
+    const char *other = strchr(others, *name);
+    if (other) return class == UNI_M + (int)(other - others);
+    if (name[1] == '}') return class <= UNI_LO; // \p{L}
+    return class == (name[1] == 'l' ? UNI_LL : strchr("ut", name[1]) ? UNI_LU : UNI_LO);
 }
 
-static uint32_t re_lower(uint32_t c) { // U+017F is a long s
-    return c >= 'A' && c <= 'Z' ? c + 32 : c == 0x17F ? 's' : c;
-}
-
-// Is l the member at *p? Moves *p past it. *literal: its code point if it may begin a range, else
-// 0.
-static bool re_member(const Re *r, const char **p, Letter l, uint32_t *literal) {
+// Is l the member at *p? Moves *p past it. *literal: its code point if it may begin a range, or 0.
+static bool re_member(const char **p, Letter l, uint32_t *literal) {
     *literal = 0;
     if (**p == '\\') {
         char e = (*p)[1];
         *p += 2;
         if (e == 's') return letter_class(l) == UNI_SPACE;
         if (e == 'S') return letter_class(l) != UNI_SPACE;
-        if (e == 'd') return letter_code(l) - '0' < 10;
         if (e == 'p') {
             const char *name = *p + 1;
             *p = strchr(name, '}') + 1;
             return re_property(name, letter_class(l));
         }
-        *literal = e == 'n' ? '\n' : e == 'r' ? '\r' : e == 't' ? '\t' : (uint8_t)e;
-    } else
-        *p += utf8_next(*p, 4, literal);
-    if (r->nocase) return re_lower(*literal) == re_lower(letter_code(l));
+        *literal = e == 'n' ? '\n' : e == 'r' ? '\r' : (uint8_t)e;
+    } else *p += utf8_next(*p, 4, literal);
     return *literal == letter_code(l);
 }
 
-static bool re_class(const Re *r, const char *p, Letter l) { // does the set at p hold l?
+static bool re_set(const char *p, Letter l) { // does the set at p hold l?
     uint32_t lo, hi;
-    if (*p != '[') return re_member(r, &p, l, &lo);
+    if (*p != '[') return re_member(&p, l, &lo);
     bool negated = *++p == '^', hit = false;
     if (negated) p++;
     while (*p != ']') {
-        hit |= re_member(r, &p, l, &lo);
-        if (*p == '-' && p[1] != ']' && lo) {
-            p++, hit |= re_member(r, &p, l, &hi);
+        hit |= re_member(&p, l, &lo);
+        if (*p == '-' && lo) {
+            p++, hit |= re_member(&p, l, &hi);
             hit |= letter_code(l) >= lo && letter_code(l) <= hi;
         }
     }
     return hit != negated;
 }
 
-static bool re_holds(Re *r, const char *p, Letter l) { // the same from memory
-    size_t i = (((uint32_t)(p - r->pattern) + 1) * 0x9E3779B1u ^ l * 0x85EBCA6Bu) >> 23;
+static bool re_holds(Re *r, const char *p, Letter l) { // the same from memory: half the time
+    size_t i = ((uint32_t)(uintptr_t)p * 0x9E3779B1u ^ l * 0x85EBCA6Bu) >> 23;
     if (r->memo[i].set != p || r->memo[i].l != l) {
         r->memo[i].set = p, r->memo[i].l = l;
-        r->memo[i].holds = re_class(r, p, l);
+        r->memo[i].holds = re_set(p, l);
     }
     return r->memo[i].holds;
 }
 
-static const char *re_parse(const char *p) { // the end of the item at p
-    if (*p == '\\') return p[1] == 'p' ? strchr(p, '}') + 1 : p + 2;
-    if (*p == '[') {
-        for (p++; *p != ']'; p++) p += *p == '\\';
-        return p + 1;
-    }
-    if (*p == '(') {
-        for (p++; *p != ')';) p = re_parse(p);
-        return p + 1;
-    }
+static const char *re_skip(const char *p) { // the end of the item at p
     uint32_t code;
-    return p + utf8_next(p, 4, &code);
-}
-
-static const char *re_skip(Re *r, const char *p) { // the same from memory
-    uint16_t *n = &r->skip[p - r->pattern];
-    if (!*n) *n = (uint16_t)(re_parse(p) - p);
-    return p + *n;
-}
-
-// Where the longest run of the set at p from i ends, at most `max` letters on.
-static int re_run(Re *r, const char *p, int i, int max) {
-    bool unlimited = max == INT_MAX;
-    if (unlimited && r->run == p && r->run_from >= r->from && r->run_from <= i && i <= r->run_end)
-        return r->run_end;
-    int j = i;
-    while (j < r->end && j - i < max && re_holds(r, p, r->text[j])) j++;
-    if (unlimited) r->run = p, r->run_from = i, r->run_end = j;
-    return j;
+    if (*p == '\\') return p[1] == 'p' ? strchr(p, '}') + 1 : p + 2;
+    if (*p != '[' && *p != '(') return p + utf8_next(p, 4, &code);
+    if (*p == '(') {
+        for (p++; *p != ')';) p = re_skip(p);
+    } else
+        do p = strchr(p + 1, ']'); // the sets are long: strchr is what makes this fast
+        while (p[-1] == '\\');
+    return p + 1;
 }
 
 static int re_match(Re *r, const char *p, int i);
@@ -2207,41 +2161,26 @@ static int re_match(Re *r, const char *p, int i);
 // Matches one branch from p on at letter i: the index after the match, or -1.
 static int re_branch(Re *r, const char *p, int i) {
     if (!*p || *p == '|' || *p == ')') return i;
-    if (*p == '$') return i == r->end ? re_branch(r, p + 1, i) : -1;
-    const char *q = re_skip(r, p);
-    int min = 1, max = 1;
-    if (*q == '?') min = 0, q++;
-    else if (*q == '*') min = 0, max = INT_MAX, q++;
-    else if (*q == '+') max = INT_MAX, q++;
-    else if (*q == '{') {
-        char *end;
-        min = max = (int)strtol(q + 1, &end, 10);
-        if (*end == ',') max = (int)strtol(end + 1, &end, 10);
-        q = end + 1;
+    const char *q = re_skip(p);
+    bool optional = *q == '?' || *q == '*', repeated = *q == '*' || *q == '+';
+    q += optional || repeated;
+    if (*p == '(') {
+        int j = re_match(r, p + 3, i);
+        if (p[2] == '!') return j < 0 ? re_branch(r, q, i) : -1;
+        int end = j < 0 ? -1 : re_branch(r, q, j);
+        return end < 0 && optional ? re_branch(r, q, i) : end;
     }
-    bool possessive = *q == '+';
-    q += possessive;
-    if (*p != '(') {
-        for (int j = re_run(r, p, i, max); j >= i + min; j--) {
-            int end = re_branch(r, q, j);
-            if (end >= 0 || possessive) return end;
-        }
-        return -1;
-    }
-    bool ahead = p[2] == '!', nocase = p[2] == 'i', before = r->nocase;
-    r->nocase |= nocase;
-    int j = re_match(r, p + (nocase ? 4 : 3), i);
-    r->nocase = before;
-    if (ahead) return j < 0 ? re_branch(r, q, i) : -1;
-    int end = j < 0 ? -1 : re_branch(r, q, j);
-    return end < 0 && !min ? re_branch(r, q, i) : end;
+    int j = i, end = -1;
+    while (j < r->end && (repeated || j == i) && re_holds(r, p, r->text[j])) j++;
+    for (; j >= i + !optional && end < 0; j--) end = re_branch(r, q, j); // gives back one by one
+    return end;
 }
 
 static int re_match(Re *r, const char *p, int i) { // the same for a pattern: its branches in order
     for (;; p++) {
         int end = re_branch(r, p, i);
         if (end >= 0) return end;
-        while (*p && *p != '|' && *p != ')') p = re_skip(r, p);
+        while (*p && *p != '|' && *p != ')') p = re_skip(p);
         if (*p != '|') return -1;
     }
 }
@@ -2250,27 +2189,23 @@ static int re_match(Re *r, const char *p, int i) { // the same for a pattern: it
 // matches too; each pattern is run on every piece that the earlier ones left.
 static void re_cut(const char *const *patterns, const Letter *text, int n, uint8_t *cut) {
     for (; *patterns; patterns++) {
-        Re r = {.pattern = *patterns, .text = text};
-        assert(strlen(r.pattern) < RE_MAX);
-        for (; r.from < n; r.from = r.end) {
-            const uint8_t *next = memchr(cut + r.from + 1, 1, (size_t)(n - r.from - 1));
+        Re r = {.text = text};
+        for (int i = 0; i < n;) {
+            const uint8_t *next = memchr(cut + i + 1, 1, (size_t)(n - i - 1));
             r.end = next ? (int)(next - cut) : n;
-            for (int i = r.from, end; i < r.end; i = end) {
-                end = re_match(&r, *patterns, i);
-                if (end <= i) {
-                    end = i + 1;
-                    continue;
-                }
-                cut[i] = 1;
-                if (end < n) cut[end] = 1;
+            while (i < r.end) {
+                int end = re_match(&r, *patterns, i);
+                if (end > i) cut[i] = cut[end] = 1; // cut has n + 1 places
+                i = MAX(end, i + 1);
             }
         }
     }
 }
 
 // ---- the expressions, as their authors wrote them (llama.cpp: src/llama-vocab.cpp and the models'
-// tokenizer.json). Where llama.cpp rewrote one for its own matcher, the original stands here.
-#define RE_ENDINGS "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+// tokenizer.json), but for two spellings: "(?i:'s)" is "'[sS]" here, and \p{N}{1,3} this:
+#define RE_UP_TO_3 "\\p{N}\\p{N}?\\p{N}?"
+#define RE_ENDINGS "(?:'[sS\u017ftTmMdD]|'[rR][eE]|'[vV][eE]|'[lL][lL])"
 #define RE_SPACES "\\s+(?!\\S)|\\s+"
 #define RE_GPT2 "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|" RE_SPACES
 #define RE_WORDS(numbers) RE_ENDINGS "|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|" numbers \
@@ -2281,13 +2216,12 @@ static void re_cut(const char *const *patterns, const Letter *text, int n, uint8
     "[^\\r\\n\\p{L}\\p{N}]?" RE_UPPER "*" RE_LOWER "+" endings "|" \
     "[^\\r\\n\\p{L}\\p{N}]?" RE_UPPER "+" RE_LOWER "*" endings "|" \
     numbers "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|" RE_SPACES
-#define RE_CJK "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 typedef struct {
     const char *names;           // values of tokenizer.ggml.pre, separated by spaces
     bool ignore_merges;          // a word that is a token is taken whole
     bool add_bos;                // unless the file says otherwise
-    const char *patterns[7];     // applied one after the other
+    const char *patterns[6];     // applied one after the other
 } Pretok;
 
 // To add a pre-tokeniser: one row. 1. Find `pre` in the file (run -m info) and the expressions in
@@ -2296,44 +2230,27 @@ typedef struct {
 static const Pretok pretok[] = {
     {"default", false, false,
      {"[\\p{P}\\$\\+<=>\\^~\\|]+", RE_GPT2, "\\p{N}+", "[0-9][0-9][0-9]"}},
-    {"gpt-2 phi-2 mpt olmo jais jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code "
-     "roberta-bpe modern-bert gigachat a.x-4.0 mellum exaone4 trillion granite-docling",
+    {"gpt-2 phi-2 mpt olmo jais roberta-bpe modern-bert gigachat mellum exaone4 granite-docling",
      false, false, {RE_GPT2}},
-    {"smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", false, false,
+    {"smollm starcoder refact command-r codeshell exaone minerva-7b", false, false,
      {"\\p{N}", RE_GPT2}},
-    {"llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2 midm-2.0 jina-v5-nano", true, true,
-     {RE_WORDS("\\p{N}{1,3}")}},
+    {"llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2", true, true,
+     {RE_WORDS(RE_UP_TO_3)}},
     // converters give these names to copies of Llama 3 as well, whose authors' code ignores merges
-    {"smaug-bpe dbrx chatglm-bpe glm4 glm5", true, false, {RE_WORDS("\\p{N}{1,3}")}},
-    {"minicpm5", true, false, {"\\p{N}{1,3}", RE_WORDS("\\p{N}+")}},
-    {"qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan kormo f2llmv2 solar-open grok-2",
-     false, false, {RE_WORDS("\\p{N}")}},
+    {"smaug-bpe dbrx chatglm-bpe glm4 glm5", true, false, {RE_WORDS(RE_UP_TO_3)}},
+    {"qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan grok-2", false, false, {RE_WORDS("\\p{N}")}},
     {"qwen35", false, false,
      {RE_ENDINGS "|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}"
       "| ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|" RE_SPACES}},
-    {"laguna", false, false, {"[^\\n]+|\\n+", RE_WORDS("\\p{N}")}},
-    {"bailingmoe bailingmoe2 llada-moe", false, false,
-     {"'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]++[\\r\\n]*"
-      "|\\s*[\\r\\n]|" RE_SPACES}},
-    {"seed-coder", false, false,
-     {RE_ENDINGS "|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}\\r\\n]+|\\s*[\\r\\n]+|"
-      RE_SPACES}},
-    {"deepseek-llm", false, false,
-     {"[\\r\\n]",
-      "\\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕ"
-      "Ἐ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭ"
-      "Ꚁ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+",
-      "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+", "\\s++$", RE_CJK,
-      "\\p{N}+"}},
     {"deepseek-coder", false, false,
-     {"[\\r\\n]", "\\s?\\p{L}+", "\\s?\\p{P}+", RE_CJK, "\\p{N}"}},
+     {"[\\r\\n]", "\\s?\\p{L}+", "\\s?\\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+      "\\p{N}"}},
     {"deepseek-v3 hunyuan-dense joyai-llm hy_v4", false, false,
-     {"\\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+     {RE_UP_TO_3, "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
       "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?"
       "[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|" RE_SPACES}},
     {"tekken", true, true, {RE_CASED("", "\\p{N}")}},
-    {"gpt-4o llama4 kanana2 talkie minimax-m2", false, false,
-     {RE_CASED(RE_ENDINGS "?", "\\p{N}{1,3}")}},
+    {"gpt-4o llama4 kanana2 minimax-m2", false, false, {RE_CASED(RE_ENDINGS "?", RE_UP_TO_3)}},
     {"falcon", false, false, {"[\\p{P}\\$\\+<=>\\^~\\|`]+", RE_GPT2, "[0-9][0-9][0-9]"}},
 };
 
@@ -2351,11 +2268,11 @@ static const Pretok *pretok_find(Span name) { // NULL if there is none
  * cut into such pieces in many ways and the model knows one of them, found alike everywhere: begin
  * with single characters (or bytes) and join the best two neighbours until no two make a token.
  * Only "best" differs: SentencePiece files score the tokens, byte-level files rank the merges of
- * their training. So there is one merge loop, a linked list of symbols and a heap of pairs,
- * near-linear for any text, and one table, text -> id, that serves both: a merge is kept under the
- * token it gives. The price: a pair is hashed whenever it is met. The gain: 150,000 tokens are
- * ready in milliseconds. Control tokens are cut out first (bytes that a user typed never become
- * one), and Stream turns pieces back into text that is always valid UTF-8.
+ * their training. So there is one merge loop, near-linear for any text, over a heap of pairs, and
+ * one table, text -> id, for both: a merge is kept under the token it gives. The price: a pair is
+ * hashed whenever it is met. The gain: 150,000 tokens are ready in milliseconds. Control tokens are
+ * cut out first (bytes that a user typed never become one), and Stream turns pieces back into text
+ * that is always valid UTF-8.
  */
 typedef struct { int32_t *p; size_t n, cap; } Ids;
 
@@ -2379,32 +2296,26 @@ enum { NO_TOKEN = -1 };
 #define TOK_BAR "\xE2\x96\x81" // U+2581: a space in SentencePiece's texts
 
 typedef struct { int32_t next; uint32_t left; } Merge; // left: bytes of the left part; index = rank
-typedef struct { Span text; int id; } Special;
 
 typedef struct {
     enum { VOCAB_NONE, VOCAB_SPM, VOCAB_BPE } kind;
-    bool plain;              // BPE over characters with U+2581 (gemma4); else over mapped bytes
     bool bin;                // tokenizer.bin: spaces are spaces, every token prints its text
     int size;
     Span *text;              // [size] as in the file
     uint8_t *type;           // [size] TYPE_
     float *score;            // [size] SPM only
     Map index;               // text -> id; of equal texts the first
-    size_t longest;          // bytes of the longest text
     Merge *merge;            // [n_merges] BPE only; the ways to make one token form a list
     int32_t *merge_of;       // [size] its first element, or -1
-    int byte_id[256];        // the token "<0xHH>" of a byte, or NO_TOKEN
-    uint32_t byte_code[256]; // byte-level BPE: the character that stands for a byte in token texts
-    int16_t code_byte[324];  // and back, or -1
-    const Pretok *pre;
+    int byte_id[256];        // SPM: the token "<0xHH>" of a byte, or NO_TOKEN
+    bool glue[256];          // SPM: bytes that stand before a space within some token
+    const Pretok *pre;       // BPE
     uint8_t *uni;            // classes of letters, for `pre`
-    Special *special;        // [n_special] tokens that are cut out of raw text, sorted by text
-    int n_special;
-    bool special_first[256]; // bytes with which one of them begins
-    bool glue[256];          // bytes that stand before a space within some token
-    bool strip_after;        // Phi-3: white space after a special token is dropped
-    int bos, eos, unk, eot, eom, fim_pad, fim_rep, fim_sep; // or NO_TOKEN
+    uint8_t longest[256];    // special tokens (control, unknown, user-defined) by first byte: bytes
+    bool special_length[256]; // lengths they have; those of 256 bytes and more are never found
+    int bos, eos, unk;       // or NO_TOKEN
     bool add_bos, add_eos, space_prefix;
+    bool strip_after;        // Phi-3: white space after special tokens is dropped
     bool *stop;              // [size] ends a reply
 } Vocab;
 
@@ -2413,92 +2324,69 @@ static int tok_find(const Vocab *v, Span text) { // by its text in the file
 }
 
 static int tok_find_piece(const Vocab *v, Span text) { // only what merging may make
-    int id = text.n > v->longest ? NO_TOKEN : (int)map_find(&v->index, v->text, text);
-    int type = id < 0 ? TYPE_CONTROL : v->type[id];
+    int id = tok_find(v, text), type = id < 0 ? TYPE_CONTROL : v->type[id];
     return type == TYPE_CONTROL || type == TYPE_UNKNOWN || type == TYPE_BYTE ? NO_TOKEN : id;
 }
 
-static int tok_byte(Span s) { // the byte that "<0xHH>" names, or -1; exactly this form
-    static const char digits[] = "0123456789ABCDEF0123456789abcdef";
-    if (s.n != 6 || memcmp(s.p, "<0x", 3) || s.p[5] != '>' || !s.p[3] || !s.p[4]) return -1;
-    const char *hi = strchr(digits, s.p[3]), *lo = strchr(digits, s.p[4]);
-    return hi && lo ? (int)(hi - digits) % 16 * 16 + (int)(lo - digits) % 16 : -1;
+static int tok_find_text(const Vocab *v, const char *text) {
+    return tok_find(v, (Span){text, strlen(text)});
 }
 
-static void vocab_free(Vocab *v) {
-    free(v->text), free(v->type), free(v->score), free(v->index.slot), free(v->merge);
-    free(v->merge_of), free(v->uni), free(v->special), free(v->stop);
-    *v = (Vocab){0};
+// Byte-level BPE writes each byte as one printable character: those of Latin-1 that print stand for
+// themselves, the other 68 bytes are U+0100, U+0101, ... in order (a space is U+0120).
+static uint32_t byte_to_code(uint8_t b) {
+    return b <= 32 ? 256u + b : b >= 127 && b <= 160 ? 162u + b : b == 173 ? 323 : b;
 }
 
-// ---- building one. What a GGUF file says about its tokenizer, located but not yet believed:
-typedef struct {
-    Span model, pre, name;         // tokenizer.ggml.model and .pre, general.name; n = 0: absent
-    Reader tokens, merges;         // at the first string of the array
-    Reader scores, types;          // at the first number
-    uint64_t n_tokens, n_merges, n_scores, n_types; // 0: absent
-    int score_type, type_type;     // GGUF value types of the numbers (gguf.md, section 2)
-    int64_t bos, eos, unk, eot, eom, fim_pad, fim_rep, fim_sep; // -1: absent
-    int add_bos, add_eos, add_space_prefix;                     // -1: absent
-} VocabFile;
-
-static double vocab_number(Reader *r, int type) { // one element of an array of this GGUF type
-    static const uint8_t bytes[] = {1, 1, 2, 2, 4, 4, 0, 0, 0, 0, 8, 8};
-    if (type == 6) {
-        const uint8_t *p = rd_bytes(r, 4);
-        return p ? f32_at(p) : 0;
-    }
-    if (type < 0 || type >= COUNT(bytes) || !bytes[type]) {
-        rd_fail(r, "the vocabulary's scores or token types are not integers or f32");
-        return 0;
-    }
-    uint64_t u = rd_uint(r, bytes[type]), sign = 1ull << (8 * bytes[type] - 1);
-    bool is_signed = type == 1 || type == 3 || type == 5 || type == 11;
-    return is_signed ? (double)(int64_t)((u ^ sign) - sign) : (double)u;
+static int code_to_byte(uint32_t c) { // or -1
+    if (c < 256) return byte_to_code((uint8_t)c) == c ? (int)c : -1;
+    return c <= 288 ? (int)c - 256 : c <= 322 ? (int)c - 162 : c == 323 ? 173 : -1;
 }
 
+static bool bar_at(const char *p, size_t n) { return n >= 3 && !memcmp(p, TOK_BAR, 3); }
+static Span tok_space(const Vocab *v) { return v->bin ? SPAN(" ") : SPAN(TOK_BAR); }
+static Span tok_spelling(const Vocab *v, int id) { return v->text[id]; }
+
+// ---- building one
 static void vocab_new(Vocab *v, int size) {
     v->size = size;
     v->text = xalloc((size_t)size, sizeof *v->text);
     v->type = xalloc((size_t)size, sizeof *v->type);
-    if (v->kind == VOCAB_SPM) v->score = xalloc((size_t)size, sizeof *v->score);
     v->stop = xalloc((size_t)size, sizeof *v->stop);
-    for (int b = 0; b < 256; b++) v->byte_id[b] = NO_TOKEN;
-    v->bos = v->eos = v->unk = v->eot = v->eom = v->fim_pad = v->fim_rep = v->fim_sep = NO_TOKEN;
+    if (v->kind == VOCAB_SPM) v->score = xalloc((size_t)size, sizeof *v->score);
 }
 
-// Enters the texts and finds the byte tokens.
+static void vocab_free(Vocab *v) {
+    free(v->text), free(v->type), free(v->score), free(v->index.slot), free(v->merge);
+    free(v->merge_of), free(v->uni), free(v->stop);
+    *v = (Vocab){0};
+}
+
+// Enters the texts; for SentencePiece, finds the byte tokens and what stands before spaces.
 static void vocab_index(Vocab *v) {
+    Span space = tok_space(v);
     v->index = map_new((size_t)v->size);
     for (int id = 0; id < v->size; id++) {
         if (id + 16 < v->size) // the table is larger than the caches: ask for its lines early
             __builtin_prefetch(&v->index.slot[span_hash(v->text[id + 16]) & v->index.mask]);
         map_add(&v->index, v->text, (uint32_t)id);
-        v->longest = MAX(v->longest, v->text[id].n);
-        uint8_t *type = &v->type[id];
-        if (*type < TYPE_NORMAL || *type > TYPE_BYTE) *type = TYPE_NORMAL;
-        if (*type != TYPE_NORMAL && *type != TYPE_BYTE) continue;
-        int b = v->kind == VOCAB_SPM || v->plain ? tok_byte(v->text[id]) : -1;
-        *type = b < 0 ? TYPE_NORMAL : TYPE_BYTE;
-        if (b >= 0 && v->byte_id[b] < 0) v->byte_id[b] = id;
+        Span s = v->text[id];
+        for (size_t i = 1; v->kind == VOCAB_SPM && i + space.n <= s.n; i++)
+            if (s.p[i] == space.p[0] && !memcmp(s.p + i, space.p, space.n))
+                v->glue[(uint8_t)s.p[i - 1]] = true;
+    }
+    for (int b = 0; b < 256 && v->kind == VOCAB_SPM; b++) {
+        char text[8];
+        snprintf(text, sizeof text, "<0x%02X>", (unsigned)b);
+        int id = tok_find_text(v, text);
+        if (id >= 0 && v->type[id] == TYPE_NORMAL) v->type[id] = TYPE_BYTE;
+        v->byte_id[b] = id >= 0 && v->type[id] == TYPE_BYTE ? id : NO_TOKEN;
     }
 }
 
-// Byte-level BPE writes each byte as one printable character: those of Latin-1 that print stand for
-// themselves, the other 68 bytes are U+0100, U+0101, ... in order (a space is U+0120).
-static void vocab_map_bytes(Vocab *v) {
-    uint32_t other = 256;
-    for (int i = 0; i < COUNT(v->code_byte); i++) v->code_byte[i] = -1;
-    for (int b = 0; b < 256; b++) {
-        bool prints = (b > 32 && b < 127) || (b > 160 && b != 173);
-        uint32_t code = v->byte_code[b] = prints ? (uint32_t)b : other++;
-        v->code_byte[code] = (int16_t)b;
-    }
-}
-
-static bool merge_gives(Span text, Span line, uint32_t left) { // is text line without its space?
-    return text.n == line.n - 1 && !memcmp(text.p, line.p, left) &&
-           !memcmp(text.p + left, line.p + left + 1, text.n - left);
+static bool merge_gives(const Vocab *v, int id, Span line, uint32_t left) { // its space left out
+    return id < v->size && v->text[id].n == line.n - 1 && !memcmp(v->text[id].p, line.p, left) &&
+           !memcmp(v->text[id].p + left, line.p + left + 1, line.n - left - 1);
 }
 
 // Merges are lines "left right". One that gives no token is never used and dropped, like lines
@@ -2513,14 +2401,12 @@ static void vocab_read_merges(Vocab *v, Reader r, uint64_t n) {
     for (uint64_t rank = 0; rank < n && !r.error; rank++) {
         Span s = rd_string(&r);
         const char *space = s.n > 2 ? memchr(s.p + 1, ' ', s.n - 2) : NULL;
-        if (!space || s.n > v->longest + 1) continue;
+        if (!space || s.n > UINT32_MAX) continue;
         uint32_t left = (uint32_t)(space - s.p);
         int id = last;
-        if (!merge_gives(v->text[id], s, left) &&
-            (++id == v->size || !merge_gives(v->text[id], s, left))) {
+        if (!merge_gives(v, id, s, left) && !merge_gives(v, ++id, s, left)) {
             joined.n = 0;
-            str_add(&joined, s.p, left);
-            str_add(&joined, space + 1, s.n - left - 1);
+            str_add(&joined, s.p, left), str_add(&joined, space + 1, s.n - left - 1);
             id = tok_find_piece(v, (Span){joined.p, joined.n});
         }
         if (id < 0) continue;
@@ -2535,250 +2421,160 @@ static void vocab_read_merges(Vocab *v, Reader r, uint64_t n) {
     rd_check(&r);
 }
 
-static Span tok_space(const Vocab *v) { return v->bin ? SPAN(" ") : SPAN(TOK_BAR); }
-
-static void vocab_glue(Vocab *v) { // the bytes that stand before a space within a token
-    Span space = tok_space(v);
-    for (int id = 0; id < v->size; id++) {
-        const char *end = v->text[id].p + v->text[id].n;
-        const char *p = v->text[id].p + 1;
-        for (; p < end && (p = memchr(p, space.p[0], (size_t)(end - p))); p++)
-            if ((size_t)(end - p) >= space.n && !memcmp(p, space.p, space.n))
-                v->glue[(uint8_t)p[-1]] = true;
-    }
-}
-
-static bool tok_is_bars(Span s) { // nothing but U+2581
-    for (; s.n >= 3 && !memcmp(s.p, TOK_BAR, 3); s.p += 3) s.n -= 3;
-    return !s.n;
-}
-
 // Files made without the original tokenizer.model have one score for all. The order of the ids is
 // the order of the merges then, only pieces of spaces come last (verified with three vocabularies).
 static void vocab_repair_scores(Vocab *v) {
-    int first = -1;
+    float low = INFINITY, high = -INFINITY;
     for (int id = 0; id < v->size; id++) {
-        if (v->type[id] != TYPE_NORMAL) continue;
-        if (first < 0) first = id;
-        if (v->score[id] != v->score[first]) return;
+        float score = v->score[id];
+        if (v->type[id] == TYPE_NORMAL) low = MIN(low, score), high = MAX(high, score);
     }
-    for (int id = 0; id < v->size; id++)
-        v->score[id] = tok_is_bars(v->text[id]) ? -1e9f : -(float)id;
+    if (low != high) return;
+    for (int id = 0; id < v->size; id++) {
+        Span s = v->text[id];
+        while (bar_at(s.p, s.n)) s.p += 3, s.n -= 3;
+        v->score[id] = s.n ? -(float)id : -1e9f;
+    }
 }
 
 // Texts that end a reply (llama.cpp: src/llama-vocab.cpp). `</s>` is not among them: in Gemma's
 // files it is an HTML tag like others, so it ends a reply only where the file makes it control.
 static const char *const tok_ends[] = {
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
-    "<EOT>", "_<EOT>", "[EOT]", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<end_of_utterance>",
-    // so far: the first of these that a vocabulary has is its eot, if the file names none
-    "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<|eom_id|>", "[EOS]", "<eos>", "<turn|>",
-    "<|tool_response>", "[e~[", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
-    "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+    "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>", // gpt-oss: but these end no reply
+    "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>",
+    "<|return|>", "<|call|>", "<end_of_turn>", "<eos>", "<EOT>", "\u2581<EOT>", "[EOT]", "[EOS]",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "[PAD]",
+    "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<reponame>", "<|file_sep|>",
 };
-enum { TOK_EOTS = 11 };
-static const char *const tok_controls[] = { // gpt-oss: they shape a chat and do not end it
-    "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>",
-};
+enum { TOK_NOT_ENDS = 4 };
 
-static int tok_find_text(const Vocab *v, const char *text) {
-    return tok_find(v, (Span){text, strlen(text)});
+static void vocab_stop(Vocab *v, int id, bool stop) { // makes it control; does it end a reply too?
+    if (id >= 0) v->type[id] = TYPE_CONTROL, v->stop[id] |= stop;
 }
 
-// The set of tokens that end a reply. What the lists name is control even where a file calls it
-// user-defined, so that no user can type it.
+// What the list names is control even where a file calls it user-defined: no user can type it.
 static void vocab_stops(Vocab *v) {
-    for (int i = 0; i < COUNT(tok_controls); i++) {
-        int id = tok_find_text(v, tok_controls[i]);
-        if (id >= 0) v->type[id] = TYPE_CONTROL;
-    }
-    for (int i = 0; i < COUNT(tok_ends); i++) {
-        int id = tok_find_text(v, tok_ends[i]);
-        if (id < 0) continue;
-        v->type[id] = TYPE_CONTROL, v->stop[id] = true;
-        if (v->eot < 0 && i < TOK_EOTS) v->eot = id;
-    }
-    int s = tok_find_text(v, "</s>");
+    for (int i = 0; i < COUNT(tok_ends); i++)
+        vocab_stop(v, tok_find_text(v, tok_ends[i]), i >= TOK_NOT_ENDS);
+    int s = tok_find_text(v, "</s>"), end = tok_find_text(v, "<|end|>");
     if (s >= 0 && v->type[s] == TYPE_CONTROL) v->stop[s] = true;
-    const int named[] = {v->eos, v->eot, v->eom, v->fim_pad, v->fim_rep, v->fim_sep};
-    for (int i = 0; i < COUNT(named); i++)
-        if (named[i] >= 0) v->stop[named[i]] = true;
     bool harmony = tok_find_text(v, "<|return|>") >= 0 && tok_find_text(v, "<|call|>") >= 0;
-    bool solar = tok_find_text(v, "<|calls|>") >= 0 && tok_find_text(v, "<|flush|>") >= 0;
-    int end = tok_find_text(v, "<|end|>"); // there it only ends one message of several
-    if (end >= 0 && end != v->eos && (harmony || solar)) v->stop[end] = false;
+    if (harmony && end >= 0 && end != v->eos) v->stop[end] = false; // gpt-oss: ends one message
 }
 
-// How a special token is written: tokenizer.bin has newlines around <s> and </s>, for display.
-static Span tok_spelling(const Vocab *v, int id) {
-    Span s = v->text[id];
-    return v->bin && s.n > 2 && v->type[id] == TYPE_CONTROL ? (Span){s.p + 1, s.n - 2} : s;
-}
-
-static int special_compare(const void *a, const void *b) {
-    const Special *x = a, *y = b;
-    int order = memcmp(x->text.p, y->text.p, MIN(x->text.n, y->text.n));
-    if (order) return order;
-    if (x->text.n != y->text.n) return x->text.n < y->text.n ? -1 : 1;
-    return x->id < y->id ? -1 : 1;
-}
-
-static void vocab_specials(Vocab *v) { // control, unknown and user-defined tokens
-    v->special = xalloc((size_t)v->size, sizeof *v->special);
+static void vocab_specials(Vocab *v) {
     for (int id = 0; id < v->size; id++) {
-        int t = v->type[id];
-        Span text = tok_spelling(v, id);
-        if (!text.n || (t != TYPE_CONTROL && t != TYPE_UNKNOWN && t != TYPE_USER)) continue;
-        v->special[v->n_special++] = (Special){text, id};
-        v->special_first[(uint8_t)text.p[0]] = true;
+        Span s = v->text[id];
+        int type = v->type[id];
+        if (type != TYPE_CONTROL && type != TYPE_UNKNOWN && type != TYPE_USER) continue;
+        if (!s.n || s.n > UINT8_MAX) continue;
+        uint8_t *longest = &v->longest[(uint8_t)s.p[0]];
+        *longest = (uint8_t)MAX(*longest, s.n), v->special_length[s.n] = true;
     }
-    qsort(v->special, (size_t)v->n_special, sizeof *v->special, special_compare);
-    int n = 0; // of equal texts the first id stays
-    for (int i = 0; i < v->n_special; i++) {
-        Span s = v->special[i].text, before = n ? v->special[n - 1].text : SPAN("");
-        if (s.n != before.n || memcmp(s.p, before.p, s.n)) v->special[n++] = v->special[i];
-    }
-    v->n_special = n;
 }
 
-// A special id: the file's, else the built-in one; one outside the vocabulary counts as absent.
-static int vocab_id(const Vocab *v, const char *key, int64_t in_file, int built_in, Str *warnings) {
-    int64_t id = in_file == -1 ? built_in : in_file;
+// What a GGUF file says about its tokenizer, located but not yet believed.
+typedef struct {
+    Span model, pre;               // tokenizer.ggml.model and .pre; n = 0: absent
+    Reader tokens, merges;         // at the first string of the array
+    Reader scores, types;          // at the first number
+    uint64_t n_tokens, n_merges, n_scores, n_types; // 0: absent
+    int score_type, type_type;     // GGUF value types of the numbers (gguf.md, section 2)
+    int64_t bos, eos, unk, eot, eom, fim_pad, fim_rep, fim_sep; // -1: absent
+    int add_bos, add_eos, add_space_prefix;                     // -1: absent
+} VocabFile;
+
+static int vocab_id(const Vocab *v, int64_t id, Str *warnings) { // -1 is absent
     if (id >= 0 && id < v->size) return (int)id;
     if (id != -1)
-        str_printf(warnings, "%s_token_id %lld is ignored: the vocabulary has %d tokens\n", key,
-                   (long long)id, v->size);
+        str_printf(warnings, "special token %" PRId64 " is ignored: %d tokens\n", id, v->size);
     return NO_TOKEN;
 }
 
 static void vocab_ids(Vocab *v, const VocabFile *f, Str *warnings) {
     bool spm = v->kind == VOCAB_SPM; // gpt2's built-in ids (11) fit no vocabulary: left out
-    v->bos = vocab_id(v, "bos", f->bos, spm ? 1 : -1, warnings);
-    v->eos = vocab_id(v, "eos", f->eos, spm ? 2 : -1, warnings);
-    v->unk = vocab_id(v, "unknown", f->unk, spm ? 0 : -1, warnings);
-    v->eot = vocab_id(v, "eot", f->eot, -1, warnings);
-    v->eom = vocab_id(v, "eom", f->eom, -1, warnings);
-    v->fim_pad = vocab_id(v, "fim_pad", f->fim_pad, -1, warnings);
-    v->fim_rep = vocab_id(v, "fim_rep", f->fim_rep, -1, warnings);
-    v->fim_sep = vocab_id(v, "fim_sep", f->fim_sep, -1, warnings);
-    const int named[] = {f->bos >= 0 ? v->bos : -1, f->eos >= 0 ? v->eos : -1, v->eot, v->eom};
-    for (int i = 0; i < COUNT(named); i++)
-        if (named[i] >= 0) v->type[named[i]] = TYPE_CONTROL;
-}
-
-static void vocab_pretok(Vocab *v, const VocabFile *f, Str *warnings) {
-    Span name = f->pre.n ? f->pre : SPAN("default");
-    v->pre = pretok_find(name);
-    if (!v->pre)
-        str_printf(warnings, "unknown pre-tokenizer \"%.*s\": \"default\" is used instead, "
-                   "many texts will get wrong ids\n", (int)MIN(name.n, 64), name.p);
-    else if (!f->pre.n && f->n_merges)
-        str_printf(warnings, "the file names no pre-tokenizer: \"default\" is used, "
-                   "some texts may get wrong ids\n");
-    if (!v->pre) v->pre = &pretok[0];
-    v->uni = uni_new();
-}
-
-static void vocab_check_count(const char *name, const char *what, uint64_t n, uint64_t tokens) {
-    if (n && n != tokens)
-        die("%s: the vocabulary has %llu %s for %llu tokens", name, (unsigned long long)n, what,
-            (unsigned long long)tokens);
+    v->bos = vocab_id(v, spm && f->bos == -1 && v->size > 1 ? 1 : f->bos, warnings);
+    v->eos = vocab_id(v, spm && f->eos == -1 && v->size > 2 ? 2 : f->eos, warnings);
+    v->unk = vocab_id(v, spm && f->unk == -1 ? 0 : f->unk, warnings);
+    const int64_t ends[] = {v->eos, f->eot, f->eom, f->fim_pad, f->fim_rep, f->fim_sep};
+    for (int i = 0; i < COUNT(ends); i++) vocab_stop(v, vocab_id(v, ends[i], warnings), true);
+    vocab_stop(v, v->bos, false);
 }
 
 // `name`: of the file, for messages. Warnings are appended, one line each. Texts stay in the file.
 static void vocab_from_gguf(Vocab *v, const VocabFile *f, const char *name, Str *warnings) {
-    *v = (Vocab){0};
-    vocab_new(v, 0);
+    *v = (Vocab){.bos = NO_TOKEN, .eos = NO_TOKEN, .unk = NO_TOKEN};
     if (span_is(f->model, "no_vocab") || span_is(f->model, "none") || (!f->model.n && !f->n_tokens))
         return;
-    vocab_free(v);
-    v->plain = span_is(f->model, "gemma4");
     v->kind = span_is(f->model, "llama") ? VOCAB_SPM : VOCAB_BPE;
-    if (v->kind == VOCAB_BPE && !v->plain && !span_is(f->model, "gpt2"))
-        die("%s: tokenizer.ggml.model is \"%.*s\"; supported: llama, gpt2, gemma4", name,
-            (int)MIN(f->model.n, 64), f->model.p);
+    if (v->kind == VOCAB_BPE && !span_is(f->model, "gpt2"))
+        die("%s: tokenizer.ggml.model is \"%.*s\", expected llama or gpt2", name, SHOWN(f->model));
     Reader tokens = f->tokens, scores = f->scores, types = f->types;
-    if (!f->n_tokens) die("%s: the vocabulary is empty", name);
-    if (f->n_tokens > 1 << 28 || f->n_merges > 1 << 30)
-        die("%s: a vocabulary of %llu tokens and %llu merges; at most 2^28 and 2^30", name,
-            (unsigned long long)f->n_tokens, (unsigned long long)f->n_merges);
-    if (f->n_tokens > (tokens.size - tokens.at) / 8 ||
-        f->n_merges > (f->merges.size - f->merges.at) / 8)
-        die("%s: the file ends within the vocabulary", name);
-    vocab_check_count(name, "scores", f->n_scores, f->n_tokens);
-    vocab_check_count(name, "token types", f->n_types, f->n_tokens);
+    if (!f->n_tokens || f->n_tokens > MIN(1 << 28, tokens.size / 8) || // lengths have eight bytes
+        f->n_merges > MIN(1 << 30, f->merges.size / 8))
+        die("%s: a vocabulary of %" PRIu64 " tokens and %" PRIu64 " merges in %zu bytes", name,
+            f->n_tokens, f->n_merges, tokens.size);
+    if ((f->n_scores && (f->n_scores != f->n_tokens || f->score_type != 6)) ||
+        (f->n_types && (f->n_types != f->n_tokens || f->type_type != 5)))
+        die("%s: %" PRIu64 " scores of type %d and %" PRIu64 " token types of type %d, expected %"
+            PRIu64 " of type 6 (f32) and 5 (i32)", name, f->n_scores, f->score_type, f->n_types,
+            f->type_type, f->n_tokens);
     vocab_new(v, (int)f->n_tokens);
     for (int id = 0; id < v->size; id++) {
         v->text[id] = rd_string(&tokens);
-        double type = f->n_types ? vocab_number(&types, f->type_type) : TYPE_NORMAL;
-        double score = f->n_scores ? vocab_number(&scores, f->score_type) : 0;
-        v->type[id] = type >= TYPE_NORMAL && type <= TYPE_BYTE ? (uint8_t)type : TYPE_NORMAL;
-        if (v->score) v->score[id] = score == score ? (float)score : 0;
+        uint32_t type = f->n_types ? (uint32_t)rd_uint(&types, 4) : TYPE_NORMAL;
+        v->type[id] = type && type < TYPE_BYTE ? (uint8_t)type : TYPE_NORMAL; // see vocab_index
+        const uint8_t *score = f->n_scores ? rd_bytes(&scores, 4) : NULL;
+        if (score && v->score) v->score[id] = f32_at(score);
     }
     rd_check(&tokens), rd_check(&types), rd_check(&scores);
     vocab_index(v);
     vocab_ids(v, f, warnings);
     vocab_stops(v);
     vocab_specials(v);
-    if (v->kind == VOCAB_SPM || v->plain) vocab_glue(v);
     if (v->kind == VOCAB_SPM) vocab_repair_scores(v);
-    else vocab_read_merges(v, f->merges, f->n_merges);
-    if (v->kind == VOCAB_BPE && !v->plain) vocab_pretok(v, f, warnings), vocab_map_bytes(v);
-    v->add_bos = v->plain || (f->add_bos >= 0 ? f->add_bos : !v->pre || v->pre->add_bos);
+    else {
+        vocab_read_merges(v, f->merges, f->n_merges);
+        v->pre = pretok_find(f->pre), v->uni = uni_new();
+        if (!v->pre && (f->pre.n || f->n_merges))
+            str_printf(warnings, "pre-tokenizer \"%.*s\" is unknown: \"default\" is used instead, "
+                       "many texts may get wrong ids\n", SHOWN(f->pre));
+        if (!v->pre) v->pre = &pretok[0];
+    }
+    v->add_bos = f->add_bos >= 0 ? f->add_bos : !v->pre || v->pre->add_bos;
     v->add_eos = f->add_eos > 0;
     v->space_prefix = v->kind == VOCAB_SPM && f->add_space_prefix != 0;
-    for (size_t i = 0; i + 4 <= f->name.n && !v->strip_after; i++) { // "Phi-3", "phi3"
-        const char *p = f->name.p + i;
-        bool phi = (p[0] | 32) == 'p' && (p[1] | 32) == 'h' && (p[2] | 32) == 'i';
-        v->strip_after = phi && (p[3] == '3' || (i + 5 <= f->name.n && p[3] == '-' && p[4] == '3'));
-    }
-}
-
-static uint64_t bin_count_tokens(Reader r) { // entries of a tokenizer.bin from r on, for messages
-    uint64_t n = 0;
-    for (; !r.error && r.at < r.size; n++) rd_uint(&r, 4), rd_bytes(&r, rd_uint(&r, 4));
-    return n - (r.error != NULL);
+    v->strip_after = v->kind == VOCAB_SPM && tok_find_text(v, "<|placeholder1|>") >= 0; // Phi-3
 }
 
 // llama2.c's tokenizer.bin: u32 longest, then for each token f32 score, i32 length, bytes. How many
-// there are is for the model to say. Ids 1 and 2 are BOS and EOS, whatever their texts.
+// there are is for the model to say. Ids 1 and 2 are BOS and EOS, whatever their texts; these have
+// newlines around them for display, which tok_piece puts back.
 static void vocab_from_bin(Vocab *v, Reader *r, int vocab_size) {
     *v = (Vocab){.kind = VOCAB_SPM, .bin = true, .add_bos = true, .space_prefix = true};
-    uint64_t longest = rd_uint(r, 4), found = bin_count_tokens(*r);
-    rd_check(r);
-    if (found != (uint64_t)vocab_size)
-        die("%s: holds %llu tokens, the model has %d", r->name, (unsigned long long)found,
-            vocab_size);
     vocab_new(v, vocab_size);
-    for (int id = 0; id < vocab_size; id++) {
+    uint64_t longest = rd_uint(r, 4), n = 0;
+    for (; !r->error && r->at < r->size; n++) {
         const uint8_t *score = rd_bytes(r, 4);
         uint64_t length = rd_uint(r, 4);
         if (length > longest || length > 1 << 20) rd_fail(r, "a token longer than the longest");
-        const uint8_t *text = rd_bytes(r, length);
-        if (!text) break;
-        v->text[id] = (Span){(const char *)text, (size_t)length};
-        v->score[id] = f32_at(score);
-        if (v->score[id] != v->score[id]) v->score[id] = 0;
-        v->type[id] = id == 0 ? TYPE_UNKNOWN : id <= 2 ? TYPE_CONTROL : TYPE_NORMAL;
+        Span text = {(const char *)rd_bytes(r, length), (size_t)length};
+        if (r->error || n >= (uint64_t)v->size) continue;
+        if ((n == 1 || n == 2) && text.n > 2 && *text.p == '\n') text.p++, text.n -= 2;
+        v->text[n] = text;
+        v->score[n] = f32_at(score);
+        v->type[n] = n == 0 ? TYPE_UNKNOWN : n <= 2 ? TYPE_CONTROL : TYPE_NORMAL;
     }
-    if (!r->error && r->at < r->size) rd_fail(r, "bytes after the last token");
     rd_check(r);
+    if (n != (uint64_t)vocab_size)
+        die("%s: holds %" PRIu64 " tokens, the model has %d", r->name, n, vocab_size);
     vocab_index(v);
-    vocab_glue(v);
     vocab_specials(v);
     v->unk = 0, v->bos = vocab_size > 1 ? 1 : NO_TOKEN, v->eos = vocab_size > 2 ? 2 : NO_TOKEN;
     if (v->eos >= 0) v->stop[v->eos] = true;
 }
 
 // ---- merging
-typedef struct {
-    int32_t at, length;      // bytes of the text; length 0: merged into its left neighbour
-    int32_t prev, next;      // -1: none
-    int32_t id;              // token of this symbol
-    int32_t pair;            // token of this symbol and the next, or NO_TOKEN
-    uint32_t key;            // how urgent that is: smaller comes first
-} Symbol;
-
 typedef struct { uint64_t *p; size_t n, cap; } Heap; // smallest first
 
 static void heap_push(Heap *h, uint64_t key) {
@@ -2800,83 +2596,80 @@ static uint64_t heap_pop(Heap *h) { // h->n > 0
     return top;
 }
 
+typedef struct {             // the symbol that begins at this byte of the word
+    uint32_t length, before; // bytes of it and of the one before it
+    uint32_t order;          // of joining it with the next: smaller comes first
+} Symbol;
+#define NEVER UINT32_MAX     // an order: they make no token
+
 typedef struct { // memory that the words of one text share
     const Vocab *v;
-    Symbol *symbol;
+    Ids *out;
+    Str text;
+    Symbol *symbol;          // [cap]
     size_t cap;
     Heap heap;
-    Str text;
     uint8_t *whole;          // [size] does merging a token's text give it? 0 unknown, 1 yes, 2 no
-    Ids *out;
 } Encoder;
 
-// Do symbol i and the next make a token, and how good a one? Order: score from high to low or rank
-// from low to high, then from left to right.
-static void tok_pair(Encoder *e, const char *text, int32_t i) {
-    Symbol *s = &e->symbol[i];
-    s->pair = NO_TOKEN;
-    if (s->next < 0) return;
+// Enters the pair that begins at byte i. Order: score from high to low or rank from low to high,
+// then from left to right.
+static void tok_pair(Encoder *e, Span word, uint32_t i) {
     const Vocab *v = e->v;
-    Span both = {text + s->at, (size_t)(s->length + e->symbol[s->next].length)};
-    int id = tok_find_piece(v, both);
+    Symbol *s = &e->symbol[i], *next = s + s->length;
+    s->order = NEVER;
+    if (i + s->length == word.n) return;
+    int id = tok_find_piece(v, (Span){word.p + i, s->length + next->length});
     if (id < 0) return;
     if (v->kind == VOCAB_SPM) {
         float order = 0.0f - v->score[id];
-        memcpy(&s->key, &order, 4);
-        s->key ^= s->key >> 31 ? 0xFFFFFFFF : 0x80000000; // bits that sort as the numbers do
+        memcpy(&s->order, &order, 4);
+        s->order ^= s->order >> 31 ? 0xFFFFFFFF : 0x80000000; // bits that sort as the numbers do
     } else {
         int32_t m = v->merge_of[id];
-        while (m >= 0 && v->merge[m].left != (uint32_t)s->length) m = v->merge[m].next;
-        if (m < 0) return;
-        s->key = (uint32_t)m;
+        while (m >= 0 && v->merge[m].left != s->length) m = v->merge[m].next;
+        s->order = (uint32_t)m; // -1 is NEVER
     }
-    s->pair = id;
-    heap_push(&e->heap, (uint64_t)s->key << 32 | (uint32_t)i);
+    if (s->order != NEVER) heap_push(&e->heap, (uint64_t)s->order << 32 | i);
 }
 
-// A symbol that is no token: its bytes' tokens, else one unknown token. Byte-level vocabularies
-// lack some bytes that no text has; they are dropped, as the tokenizers library and llama.cpp do.
-static void tok_add_unknown(Encoder *e, Span s) {
-    const Vocab *v = e->v;
-    if (v->kind == VOCAB_BPE && !v->plain) return;
-    bool all = true;
-    for (size_t i = 0; i < s.n; i++) all &= v->byte_id[(uint8_t)s.p[i]] >= 0;
-    for (size_t i = 0; all && i < s.n; i++) ids_add(e->out, v->byte_id[(uint8_t)s.p[i]]);
-    if (!all && v->unk >= 0) ids_add(e->out, v->unk);
+// Appends a symbol's token; else its bytes' tokens; else, without those, one unknown token.
+// Byte-level vocabularies lack some bytes that no text has: dropped, as by the tokenizers library.
+static void tok_add(const Vocab *v, Span s, Ids *out) {
+    int id = tok_find_piece(v, s);
+    if (id >= 0) ids_add(out, id);
+    for (size_t i = 0; id < 0 && v->kind == VOCAB_SPM && i < s.n; i++) {
+        int byte = v->byte_id[(uint8_t)s.p[i]];
+        if (byte < 0) id = v->unk, i = s.n;
+        if (byte >= 0 || id >= 0) ids_add(out, byte >= 0 ? byte : id);
+    }
 }
 
-static void tok_merge(Encoder *e, Span text) { // appends the ids of one word
-    if (!text.n) return;
-    e->symbol = grown(e->symbol, &e->cap, text.n, sizeof *e->symbol);
+static void tok_merge(Encoder *e, Span word) { // appends the ids of one word
+    e->symbol = grown(e->symbol, &e->cap, word.n, sizeof *e->symbol);
     Symbol *s = e->symbol;
-    int32_t n = 0;
-    for (size_t at = 0; at < text.n; n++) {
-        uint32_t code;
-        int length = utf8_next(text.p + at, text.n - at, &code);
-        s[n] = (Symbol){(int32_t)at, length, n - 1, n + 1,
-                        tok_find_piece(e->v, (Span){text.p + at, (size_t)length}), NO_TOKEN, 0};
-        at += (size_t)length;
+    uint32_t n = (uint32_t)word.n, before = 0, code;
+    for (uint32_t i = 0; i < n; i += before) {
+        s[i] = (Symbol){(uint32_t)utf8_next(word.p + i, n - i, &code), before, NEVER};
+        before = s[i].length;
     }
-    s[n - 1].next = -1;
-    for (int32_t i = 0; i < n; i++) tok_pair(e, text.p, i);
+    for (uint32_t i = 0; i < n; i += s[i].length) tok_pair(e, word, i);
     while (e->heap.n) {
         uint64_t key = heap_pop(&e->heap);
-        int32_t i = (int32_t)(uint32_t)key;
-        if (!s[i].length || s[i].pair < 0 || s[i].key != key >> 32) continue; // of a time gone by
-        Symbol *right = &s[s[i].next];
-        s[i].length += right->length, right->length = 0;
-        s[i].id = s[i].pair, s[i].next = right->next;
-        if (s[i].next >= 0) s[s[i].next].prev = i;
-        tok_pair(e, text.p, i);
-        if (s[i].prev >= 0) tok_pair(e, text.p, s[i].prev);
+        uint32_t i = (uint32_t)key, next = i + s[i].length;
+        if (s[i].order != key >> 32) continue; // the symbol is gone or has grown since
+        s[i].length += s[next].length, s[next].order = NEVER;
+        next = i + s[i].length;
+        if (next < n) s[next].before = s[i].length;
+        tok_pair(e, word, i);
+        if (i) tok_pair(e, word, i - s[i].before);
     }
-    for (int32_t i = 0; i >= 0; i = s[i].next) {
-        if (s[i].id >= 0) ids_add(e->out, s[i].id);
-        else tok_add_unknown(e, (Span){text.p + s[i].at, (size_t)s[i].length});
-    }
+    for (uint32_t i = 0; i < n; i += s[i].length)
+        tok_add(e->v, (Span){word.p + i, s[i].length}, e->out);
 }
 
-// A word whose own token merging arrives at takes that token at once; which words do is remembered.
+// A word whose own token merging arrives at takes that token at once; which words do is remembered:
+// prose twice as fast.
 static void tok_word(Encoder *e, Span word, bool ignore_merges) {
     int id = tok_find_piece(e->v, word);
     if (id >= 0 && (ignore_merges || e->whole[id] == 1)) {
@@ -2888,9 +2681,38 @@ static void tok_word(Encoder *e, Span word, bool ignore_merges) {
     if (id >= 0) e->whole[id] = e->out->n == before + 1 && e->out->p[before] == id ? 1 : 2;
 }
 
-static void tok_words(Encoder *e, Span raw) { // byte-level BPE: words by `pre`, in mapped bytes
+// SentencePiece: spaces become U+2581 and one may go in front. The text is cut before a space that
+// no token could join to what stands before it: small heaps, and words that `whole` knows.
+static void tok_spaced(Encoder *e, Span raw) {
     const Vocab *v = e->v;
-    Letter *letter = xalloc(raw.n + 1, sizeof *letter);
+    Span space = tok_space(v);
+    Str *s = &e->text;
+    s->n = 0;
+    if (v->space_prefix) str_add(s, space.p, space.n);
+    for (size_t i = 0; i < raw.n; i++) {
+        bool bar = bar_at(raw.p + i, raw.n - i); // a space for SentencePiece
+        if (bar || raw.p[i] == ' ') str_add(s, space.p, space.n), i += bar ? 2 : 0;
+        else str_add(s, raw.p + i, 1);
+    }
+    for (size_t i = 1, from = 0; from < s->n; i++) {
+        const char *p = s->p + i;
+        bool cut = s->n - i >= space.n && !memcmp(p, space.p, space.n) && !v->glue[(uint8_t)p[-1]];
+        if (!cut && i < s->n) continue;
+        tok_word(e, (Span){s->p + from, i - from}, false);
+        from = i;
+    }
+}
+
+// Text without special tokens. Byte-level BPE cuts it into words by `pre` and maps their bytes.
+static void tok_raw(Encoder *e, const char *from, const char *to) {
+    const Vocab *v = e->v;
+    Span raw = {from, (size_t)(to - from)};
+    if (!raw.n) return;
+    if (v->kind == VOCAB_SPM) {
+        tok_spaced(e, raw);
+        return;
+    }
+    Letter *letter = xalloc(raw.n, sizeof *letter);
     uint8_t *cut = xalloc(raw.n + 1, 1);
     int n = letters_from(letter, v->uni, raw);
     re_cut(v->pre->patterns, letter, n, cut);
@@ -2899,132 +2721,50 @@ static void tok_words(Encoder *e, Span raw) { // byte-level BPE: words by `pre`,
         do raw.p += letter_bytes(letter[i++]);
         while (i < n && !cut[i]);
         e->text.n = 0;
-        for (; p < raw.p; p++) utf8_put(&e->text, v->byte_code[(uint8_t)*p]);
+        for (; p < raw.p; p++) utf8_put(&e->text, byte_to_code((uint8_t)*p));
         tok_word(e, (Span){e->text.p, e->text.n}, v->pre->ignore_merges);
     }
     free(letter), free(cut);
-}
-
-// The others: spaces become U+2581, and one may go in front. The text is cut before a space that no
-// token could join to what stands before it, which keeps the heap small; gemma4 cuts around
-// newlines.
-static void tok_spaced(Encoder *e, Span raw) {
-    const Vocab *v = e->v;
-    Span space = tok_space(v);
-    Str *s = &e->text;
-    s->n = 0;
-    if (v->space_prefix) str_add(s, space.p, space.n);
-    for (size_t i = 0; i < raw.n; i++) {
-        bool bar = raw.n - i >= 3 && !memcmp(raw.p + i, TOK_BAR, 3); // SentencePiece reads it as a space
-        if (bar) i += 2;
-        if (bar || raw.p[i] == ' ') str_add(s, space.p, space.n);
-        else str_add(s, raw.p + i, 1);
-    }
-    for (size_t i = 1, from = 0; from < s->n; i++) {
-        const char *p = s->p + i;
-        bool cut = i == s->n || (v->plain && (p[0] == '\n') != (p[-1] == '\n'));
-        if (!v->glue[(uint8_t)p[-1]] && i + space.n <= s->n) cut |= !memcmp(p, space.p, space.n);
-        if (!cut) continue;
-        tok_word(e, (Span){s->p + from, i - from}, v->plain && p[-1] == '\n');
-        from = i;
-    }
-}
-
-static void tok_raw(Encoder *e, Span raw) { // text between special tokens
-    if (!raw.n) return;
-    if (e->v->kind == VOCAB_BPE && !e->v->plain) tok_words(e, raw);
-    else tok_spaced(e, raw);
 }
 
 // ---- encoding
 enum { TOK_SPECIAL = 1 };               // control tokens written in the text count
 enum { TOK_MAX_TEXT = INT32_MAX / 4 };  // bytes; a space can grow to three, offsets are 32 bits
 
-// Of the entries [lo, hi), which agree in their first n bytes and have more: the first whose next
-// byte is c or above.
-static int special_bound(const Special *s, int lo, int hi, size_t n, int c) {
-    while (lo < hi) {
-        int mid = lo + (hi - lo) / 2;
-        if ((uint8_t)s[mid].text.p[n] >= c) hi = mid;
-        else lo = mid + 1;
+// The longest special token with which `rest` begins and that may match there, or NO_TOKEN. Control
+// and unknown tokens need TOK_SPECIAL and bytes of which none was `typed` by a user.
+static int special_at(const Vocab *v, Span rest, const uint8_t *typed, int flags) {
+    size_t longest = MIN(rest.n, v->longest[(uint8_t)rest.p[0]]), untyped = 0;
+    while (flags & TOK_SPECIAL && untyped < longest && !(typed && typed[untyped])) untyped++;
+    for (size_t n = longest; n > 0; n--) {
+        int id = v->special_length[n] ? tok_find(v, (Span){rest.p, n}) : NO_TOKEN;
+        int type = id < 0 ? TYPE_NORMAL : v->type[id];
+        if (type == TYPE_USER) return id;
+        if ((type == TYPE_CONTROL || type == TYPE_UNKNOWN) && n <= untyped) return id;
     }
-    return lo;
+    return NO_TOKEN;
 }
 
-// The longest special token at byte `at`, of at most `limit` bytes, that may match there: index or
-// -1. Control and unknown tokens need TOK_SPECIAL and bytes of which none is `fixed` (typed by a
-// user). The list is sorted, so each further byte narrows a range of it.
-static int special_at(const Vocab *v, Span text, const uint8_t *fixed, int flags, size_t at,
-                      size_t limit) {
-    const Special *s = v->special;
-    int lo = 0, hi = v->n_special, best = -1;
-    bool control = flags & TOK_SPECIAL;
-    for (size_t n = 0; lo < hi; n++) {
-        if (s[lo].text.n == n) { // the shortest comes first
-            if (control || v->type[s[lo].id] == TYPE_USER) best = lo;
-            if (++lo == hi) break;
-        }
-        if (n == limit || at + n == text.n) break;
-        if (fixed && fixed[at + n]) control = false;
-        int c = (uint8_t)text.p[at + n];
-        if ((uint8_t)s[lo].text.p[n] != c) lo = special_bound(s, lo, hi, n, c);
-        if ((uint8_t)s[hi - 1].text.p[n] != c) hi = special_bound(s, lo, hi, n, c + 1);
-    }
-    return best;
-}
-
-static void special_push(Heap *h, const Vocab *v, int s, size_t at) { // the longest comes first
-    if (s >= 0) heap_push(h, (INT32_MAX - (uint64_t)v->special[s].text.n) << 32 | at);
-}
-
-// Finds the special tokens of a text as llama.cpp does: the longest first over the whole of it,
-// equal ones from left to right. cover[i] = index + 1 where one begins, -1 inside; NULL if there
-// are none. For each place only the longest candidate waits; when it lost a byte, the next shorter
-// takes its turn.
-static int32_t *tok_specials(const Vocab *v, Span text, const uint8_t *fixed, int flags) {
-    Heap heap = {0};
-    for (size_t i = 0; i < text.n; i++)
-        if (v->special_first[(uint8_t)text.p[i]])
-            special_push(&heap, v, special_at(v, text, fixed, flags, i, INT32_MAX), i);
-    int32_t *cover = heap.n ? xalloc(text.n, sizeof *cover) : NULL;
-    while (heap.n) {
-        uint64_t key = heap_pop(&heap);
-        size_t i = (uint32_t)key, n = (size_t)(INT32_MAX - (key >> 32));
-        if (cover[i]) continue;
-        bool fits = !cover[i + n - 1];
-        int s = special_at(v, text, fixed, flags, i, fits ? n : n - 1);
-        if (!fits) special_push(&heap, v, s, i);
-        else
-            for (size_t k = 0; k < n; k++) cover[i + k] = k ? -1 : s + 1;
-    }
-    free(heap.p);
-    return cover;
-}
-
-// Appends the ids of a text, without BOS. fixed: NULL, or for each byte of the text a byte that is
+// Appends the ids of a text, without BOS. typed: NULL, or for each byte of the text a byte that is
 // not 0 where a user typed it: no control token matches there, user-defined ones do.
-static void tok_encode(const Vocab *v, Span text, const uint8_t *fixed, int flags, Ids *out) {
+static void tok_encode(const Vocab *v, Span text, const uint8_t *typed, int flags, Ids *out) {
     if (v->kind == VOCAB_NONE) die("the model has no tokenizer: give token ids (--ids)");
     if (text.n > TOK_MAX_TEXT) die("a text of %zu bytes; at most %d", text.n, TOK_MAX_TEXT);
     Encoder e = {.v = v, .out = out, .whole = xalloc((size_t)v->size, 1)};
-    int32_t *cover = v->n_special ? tok_specials(v, text, fixed, flags) : NULL;
     size_t from = 0;
-    for (size_t i = 0; cover && i < text.n;) {
-        if (cover[i] <= 0) {
-            i++;
-            continue;
-        }
-        tok_raw(&e, (Span){text.p + from, i - from});
-        Special s = v->special[cover[i] - 1];
-        ids_add(out, s.id);
-        from = i += s.text.n;
-        bool keep = !v->strip_after || span_is(s.text, "<s>") || span_is(s.text, "<unk>") ||
-                    span_is(s.text, "<|endoftext|>");
-        while (!keep && from < text.n && !cover[from] && strchr(" \t\n\v\f\r", text.p[from]) &&
-               text.p[from]) from = ++i;
+    for (size_t i = 0; i < text.n; i++) {
+        int id = special_at(v, (Span){text.p + i, text.n - i}, typed ? typed + i : NULL, flags);
+        if (id < 0) continue;
+        tok_raw(&e, text.p + from, text.p + i);
+        ids_add(out, id);
+        from = i + v->text[id].n;
+        bool keep = id == v->bos || id == v->unk || span_is(v->text[id], "<|endoftext|>");
+        if (v->strip_after && !keep)
+            while (from < text.n && isspace((unsigned char)text.p[from])) from++;
+        i = from - 1;
     }
-    tok_raw(&e, (Span){text.p + from, text.n - from});
-    free(cover), free(e.symbol), free(e.heap.p), free(e.whole), str_free(&e.text);
+    if (text.n) tok_raw(&e, text.p + from, text.p + text.n);
+    free(e.symbol), free(e.heap.p), free(e.whole), str_free(&e.text);
 }
 
 static void tok_bos(const Vocab *v, Ids *out) {
@@ -3032,37 +2772,32 @@ static void tok_bos(const Vocab *v, Ids *out) {
 }
 
 // ---- decoding
-// Appends the bytes of a token. prev: the id before it, -1 if there is none: at the
-// beginning, and after BOS, the space that encoding put in front of the text is taken away again.
+// Appends the bytes of a token. prev: the id before it, -1 if there is none: at the beginning, and
+// after BOS, the space that encoding put in front of the text is taken away again.
 static void tok_piece(const Vocab *v, int id, int prev, Str *out) {
     if (id < 0 || id >= v->size) return; // rows that pad the embedding
-    Span s = v->text[id];
-    int type = v->type[id], byte = tok_byte(s);
-    bool first = v->space_prefix && (prev < 0 || prev == v->bos);
-    if (type == TYPE_BYTE) {
-        char b = (char)byte;
-        str_add(out, &b, 1);
-    } else if (v->bin) {
-        bool drop = first && s.n && s.p[0] == ' ';
-        str_add(out, s.p + drop, s.n - drop);
-    } else if (type == TYPE_USER) str_add(out, s.p, s.n);
-    else if (type != TYPE_NORMAL) return;
-    else if (v->kind == VOCAB_SPM || v->plain)
-        for (size_t i = 0; i < s.n; i++) {
-            bool bar = s.n - i >= 3 && !memcmp(s.p + i, TOK_BAR, 3);
-            if (!bar) str_add(out, s.p + i, 1);
-            else if (i || !first) str_add(out, " ", 1);
-            if (bar) i += 2;
+    Span s = v->text[id], space = tok_space(v);
+    int type = v->type[id];
+    if (type == TYPE_BYTE) str_add(out, &(char){(char)strtol(s.p + 3, NULL, 16)}, 1); // <0xHH>
+    else if (v->bin && type == TYPE_CONTROL)
+        str_add(out, "\n", 1), str_add(out, s.p, s.n), str_add(out, "\n", 1);
+    else if (type == TYPE_USER) str_add(out, s.p, s.n);
+    else if (type != TYPE_NORMAL && !v->bin) return;
+    else if (v->kind == VOCAB_SPM) {
+        bool first = v->space_prefix && (prev < 0 || prev == v->bos);
+        size_t i = first && s.n >= space.n && !memcmp(s.p, space.p, space.n) ? space.n : 0;
+        while (i < s.n) {
+            bool bar = bar_at(s.p + i, s.n - i);
+            str_add(out, bar ? " " : s.p + i, 1);
+            i += bar ? 3 : 1;
         }
-    else
-        while (s.n) {
-            uint32_t code;
-            int n = utf8_next(s.p, s.n, &code);
-            int b = code < (uint32_t)COUNT(v->code_byte) ? v->code_byte[code] : -1;
-            char c = (char)b;
-            if (b >= 0) str_add(out, &c, 1);
-            else str_add(out, s.p, (size_t)n);
-            s.p += n, s.n -= (size_t)n;
+    } else
+        for (uint32_t code; s.n;) {
+            size_t n = (size_t)utf8_next(s.p, s.n, &code);
+            int byte = code_to_byte(code);
+            if (byte >= 0) str_add(out, &(char){(char)byte}, 1);
+            else str_add(out, s.p, n);
+            s.p += n, s.n -= n;
         }
 }
 
@@ -3075,82 +2810,60 @@ static void tok_name(const Vocab *v, int id, Str *out) { // control tokens show 
 }
 
 // ---- Stream: from pieces to what may be shown. It holds back an unfinished character and whatever
-// may become a stop string, and lets out nothing but valid UTF-8.
+// may become a stop string, and lets out nothing but valid UTF-8. On a terminal control characters
+// are replaced (no model sends escape codes), before stop strings are looked for.
 typedef struct {
     const Span *stops;       // [n_stops] none empty
     int n_stops;
-    bool terminal;           // control characters are replaced: no model sends escape codes
+    bool terminal;
     bool stopped;            // a stop string came: all that follows is dropped
     Str raw;                 // the unfinished character
-    Str held;                // text not shown yet
-    size_t seen;             // of it, bytes already searched for stop strings
-    Str out;
+    Str held;                // text given out by the last call, and after it text not shown yet
+    size_t shown;            // bytes of the former
 } Stream;
 
 static void str_drop(Str *s, size_t n) { // the first n bytes
     if (n) memmove(s->p, s->p + n, s->n -= n);
 }
 
-// Moves whole characters from raw to held; invalid bytes become U+FFFD. At the end of all, nothing
-// waits.
-static void stream_letters(Stream *s, bool end) {
+// Bytes of held that may be shown: those before the first stop string, or before what may become
+// one. Which begins first counts, so that the pieces a text comes in make no difference.
+static size_t stream_ready(Stream *s, bool end) {
+    for (size_t at = 0; at < s->held.n; at++)
+        for (int i = 0; i < s->n_stops; i++) {
+            Span t = s->stops[i];
+            size_t n = MIN(t.n, s->held.n - at);
+            if (memcmp(s->held.p + at, t.p, n) || (n < t.n && end)) continue;
+            s->stopped = n == t.n;
+            return at;
+        }
+    return s->held.n;
+}
+
+static Span stream_take(Stream *s, bool end) { // end: nothing waits any more
     size_t at = 0;
-    while (at < s->raw.n) {
+    for (uint32_t code; at < s->raw.n;) { // whole characters go from raw to held
         const char *p = s->raw.p + at;
         int n = utf8_length(p, s->raw.n - at);
         if (!n && !end) break;
-        if (n > 0) str_add(&s->held, p, (size_t)n);
-        else utf8_put(&s->held, 0xFFFD);
-        at += (size_t)MAX(n, 1);
+        bool control = n > 0 && is_control(p) && *p != '\n' && *p != '\t';
+        at += (size_t)utf8_next(p, s->raw.n - at, &code);
+        utf8_put(&s->held, s->terminal && control ? 0xFFFD : code); // U+FFFD for invalid bytes too
     }
     str_drop(&s->raw, at);
-}
-
-// Bytes of held that may be shown. A stop string counts as soon as its last byte is there, whatever
-// the pieces it came in; of several that end together the longest.
-static size_t stream_ready(Stream *s, bool end) {
-    size_t hold = 0;
-    for (; s->seen < s->held.n && !s->stopped; s->seen++)
-        for (int i = 0; i < s->n_stops; i++) {
-            Span t = s->stops[i];
-            if (!t.n || t.n > s->seen + 1) continue;
-            size_t begin = s->seen + 1 - t.n;
-            if (memcmp(s->held.p + begin, t.p, t.n)) continue;
-            s->stopped = true, hold = MAX(hold, s->held.n - begin);
-        }
-    for (int i = 0; i < s->n_stops && !s->stopped && !end; i++) // the longest tail that begins one
-        for (size_t n = MIN(s->stops[i].n, s->held.n + 1); n-- > hold + 1;)
-            if (!memcmp(s->held.p + s->held.n - n, s->stops[i].p, n)) hold = n;
-    return s->held.n - hold;
-}
-
-static Span stream_take(Stream *s, bool end) {
-    stream_letters(s, end);
-    size_t n = stream_ready(s, end);
-    s->out.n = 0;
-    for (size_t i = 0; i < n; i++) {
-        uint8_t c = (uint8_t)s->held.p[i];
-        bool c1 = c == 0xC2 && (uint8_t)s->held.p[i + 1] < 0xA0; // U+0080 ... U+009F
-        bool control = (c < 32 && c != '\n' && c != '\t') || c == 127 || c1;
-        if (s->terminal && control) utf8_put(&s->out, 0xFFFD), i += c1;
-        else str_add(&s->out, s->held.p + i, 1);
-    }
-    str_drop(&s->held, n), s->seen -= n;
-    return (Span){s->out.p, s->out.n};
+    str_drop(&s->held, s->shown);
+    s->shown = s->stopped ? 0 : stream_ready(s, end);
+    return (Span){s->held.p, s->shown};
 }
 
 // Adds bytes and returns what may be shown now (valid until the next call).
 static Span stream_push(Stream *s, Span bytes) {
-    if (s->stopped) return SPAN("");
-    str_add(&s->raw, bytes.p, bytes.n);
+    if (!s->stopped) str_add(&s->raw, bytes.p, bytes.n);
     return stream_take(s, false);
 }
 
-static Span stream_flush(Stream *s) { // the rest, at the end of the text
-    return s->stopped ? SPAN("") : stream_take(s, true);
-}
-
-static void stream_free(Stream *s) { str_free(&s->raw), str_free(&s->held), str_free(&s->out); }
+static Span stream_flush(Stream *s) { return stream_take(s, true); } // the rest, at the end
+static void stream_free(Stream *s) { str_free(&s->raw), str_free(&s->held); }
 /* ------------------------------------------------------------------------------------------------
  * Chapter 4. Anatomy of a model
  *
@@ -3843,7 +3556,6 @@ static void gguf_vocab(Model *m, const Gguf *g) {
     VocabFile f = {
         .model = gguf_string(g, "tokenizer.ggml.model"),
         .pre = gguf_string(g, "tokenizer.ggml.pre"),
-        .name = gguf_string(g, "general.name"),
         .add_bos = gguf_bool(g, "tokenizer.ggml.add_bos_token"),
         .add_eos = gguf_bool(g, "tokenizer.ggml.add_eos_token"),
         .add_space_prefix = gguf_bool(g, "tokenizer.ggml.add_space_prefix"),
