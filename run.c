@@ -402,7 +402,7 @@ static float rng_float(uint64_t *state) { // [0, 1)
  * on every machine and in every batch. (Where the compiler has no fast fma(), float rows of plain C
  * multiply and add: other last bits.)
  */
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(PLAIN_C)
 #define HAVE_X86 1
 #include <cpuid.h>
 #include <immintrin.h>

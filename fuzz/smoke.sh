@@ -6,7 +6,7 @@ set -eu
 cd "$(dirname "$0")/.."
 seconds=${1:-60}
 work=$(mktemp -d)
-if ! clang -std=c11 -g -O1 -DFUZZ -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined \
+if ! clang -std=c11 -g -O1 -DFUZZ -DPLAIN_C -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined \
     test.c -o "$work/fuzz" -lm 2>"$work/log"; then
     if grep -q "libclang_rt\|fsanitize=fuzzer\|cannot find" "$work/log"; then
         echo "skip: clang has no fuzzer runtime here"
