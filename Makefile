@@ -19,19 +19,18 @@ story: run
 
 test: test.c run.c Makefile
 	$(BUILD) -o $@ test.c -lm
-	./test
+	./test $(ARGS)
 
-debug: run.c test.c Makefile
+debug: run.c Makefile
 	$(BUILD) $(SANITIZE) -o run-debug run.c -lm
-	$(BUILD) $(SANITIZE) -o test-debug test.c -lm
 
-test-debug: debug
-	./test-debug
+test-debug: test.c run.c Makefile
+	$(BUILD) $(SANITIZE) -o test-debug test.c -lm
+	ASAN_OPTIONS=detect_leaks=0 ./test-debug $(ARGS)
 
 # what needs downloads: tests on the models found in models/real (make smollm2 fetches one)
-test-real: test.c run.c Makefile
-	$(BUILD) -o test test.c -lm
-	./test real
+test-real:
+	$(MAKE) test ARGS=real
 
 smollm2:
 	sh models/fetch.sh smollm2

@@ -1,7 +1,7 @@
 /* run.c: today's open language models in one C file.
  * PREFACE
  */
-#if defined(__FAST_MATH__)
+#if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
 #error "run.c promises the same bits everywhere: build it without -ffast-math and -Ofast"
 #endif
 #if defined(__GNUC__) && !defined(__clang__)
@@ -51,6 +51,9 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
+
+_Static_assert(sizeof(size_t) == 8, "run.c needs a 64-bit machine");
+_Static_assert(FLT_EVAL_METHOD == 0, "run.c needs float arithmetic in float: build with -msse2");
 
 #define COUNT(a) ((int)(sizeof(a) / sizeof *(a)))
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
@@ -319,9 +322,12 @@ static int64_t memory_size(void) { // bytes of the machine's memory
     return pages > 0 && size > 0 ? (int64_t)pages * size : INT64_MAX;
 }
 
-static int core_count(void) {
-    long n = sysconf(_SC_NPROCESSORS_ONLN);
-    return n < 1 ? 1 : n > 256 ? 256 : (int)n;
+static int core_count(void) { // that this process may use
+#ifdef _OPENMP
+    return omp_get_num_procs();
+#else
+    return 1;
+#endif
 }
 
 // ---- Team: threads that walk the same code together
@@ -332,7 +338,7 @@ typedef struct {
     int isa;                            // instruction set of the kernels, chapter 2
     _Alignas(64) atomic_long ticket;    // next piece of the present step
     _Alignas(64) atomic_int here;       // threads that have finished the present step
-    atomic_int step;                    // steps finished so far
+    atomic_uint step;                    // steps finished so far
 } Team;
 
 typedef struct {                        // one thread's view
@@ -349,7 +355,7 @@ static long team_take(Team *t) {
 // Ends a step: nobody goes on before all have arrived. Spins for some microseconds, then naps:
 // where other programs want the cores, a thread that naps is back much sooner than one that yields.
 static void team_wait(Team *t) {
-    int step = atomic_load_explicit(&t->step, memory_order_relaxed);
+    unsigned step = atomic_load_explicit(&t->step, memory_order_relaxed);
     if (atomic_fetch_add_explicit(&t->here, 1, memory_order_acq_rel) == t->n - 1) {
         atomic_store_explicit(&t->ticket, 0, memory_order_relaxed);
         atomic_store_explicit(&t->here, 0, memory_order_relaxed);
@@ -3193,6 +3199,7 @@ typedef struct {
 typedef struct {
     uint32_t type, n_dims;
     uint64_t dims[4], offset, bytes;
+    bool used;
 } GgufTensor;
 
 struct Gguf {
@@ -3408,7 +3415,8 @@ static void gguf_free(Gguf *g) {
 static bool gguf_tensor(const Gguf *g, const char *name, int64_t rows, int64_t cols, Tensor *out) {
     int64_t i = map_find(&g->name_map, g->names, (Span){name, strlen(name)});
     if (i < 0) return false;
-    const GgufTensor *t = &g->tensors[i];
+    GgufTensor *t = &g->tensors[i];
+    t->used = true;
     const Format *f = gguf_format(t->type);
     size_t at = g->data + (size_t)t->offset;
     if (!f)
@@ -3462,6 +3470,17 @@ static void gguf_config(Model *m, const Gguf *g) {
         gguf_wrong(g, key, "none or linear");
     rope_init(&c->rope[0], n_rot, base, span_is(scaling, "none") ? 1.0 : factor);
     #undef KEY
+}
+
+// What a file holds beyond the parts known here may matter: fluent and wrong is worse than a
+// warning.
+static void gguf_unused(Model *m, const Gguf *g) {
+    int count = 0, first = 0;
+    for (int i = g->n_tensors; i-- > 0;)
+        if (!g->tensors[i].used) count++, first = i;
+    if (count)
+        str_printf(&m->warnings, "%s: %d tensors are not used, %.*s the first\n", m->file.name,
+                   count, SHOWN(g->names[first]));
 }
 
 // Llama 3.1's scaling comes as one divisor a pair.
@@ -3613,6 +3632,7 @@ static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
             if (!g->n_tensors) die("%s: a vocabulary without a model (0 tensors)", r->name);
             gguf_config(m, g);
             gguf_weights(m, g);
+            gguf_unused(m, g);
             if (need & NEED_VOCAB && m->vocab.size > m->config.vocab_size)
                 die("%s: %d tokens, but the embedding has %d rows", r->name, m->vocab.size,
                     m->config.vocab_size);
@@ -3771,7 +3791,8 @@ static void rope_apply(const Session *s, const Layer *l, float *heads, int n, in
         for (int i = 0; i < half; i++) {
             float *a = pairs ? h + 2 * i : h + i, *b = pairs ? a + 1 : a + half;
             float cosine = turn[2 * i], sine = turn[2 * i + 1], x = *a, y = *b;
-            *a = x * cosine - y * sine;
+            *a = x * cosine
+                 + y * -sine; // as x c - y s, gcc -O3 -mfma fuses the pair in spite of all
             *b = x * sine + y * cosine;
         }
 }
@@ -3924,7 +3945,6 @@ static float *forward(Session *s, int n, int want) {
  * heap gives up its best until enough probability is gathered.
  */
 enum { PENALTY_WINDOW = 64 };           // tokens that the repetition penalty looks back on
-#define MIN_TEMPERATURE 1e-30f          // less is 0: the division would overflow
 
 typedef struct { float p; int id; } Candidate;
 
@@ -4004,22 +4024,24 @@ static int sample(Sampler *s, float *logits, int n, const int *recent, int n_rec
     if (check != 0) die("the model's logits are not finite numbers (a damaged file?)");
     if (s->repeat_penalty > 0 && s->repeat_penalty != 1)
         penalise(logits, n, recent, n_recent, s->repeat_penalty);
-    if (s->temperature < MIN_TEMPERATURE) return argmax(logits, n);
+    int top = argmax(logits, n);
+    if (s->temperature == 0) return top;
 
     for (int i = 0; i < n; i++) s->list[i] = (Candidate){logits[i], i};
     float total;
     int size = s->top_k > 0 && s->top_k < n ? keep_best(s->list, n, s->top_k, INFINITY, &total) : n;
     for (int i = 0; i < size; i++) logits[i] = s->list[i].p / s->temperature;
     float max = logits[argmax(logits, size)];
+    if (!isfinite(max)) return top;     // so low a temperature that the division overflowed
     float sum = vec_ops[s->isa].exps(logits, 0, size, max), best = 1 / sum;
     // below (1 - p) / (n - 1) a candidate cannot be among those that top-p keeps
-    float floor = s->top_p > 0 && s->top_p < 1 && size > 1 ? (1 - s->top_p) / (float)(size - 1) : 0;
-    floor = MAX(floor, s->min_p * best);
+    float least = s->top_p > 0 && s->top_p < 1 && size > 1 ? (1 - s->top_p) / (float)(size - 1) : 0;
+    least = MAX(least, s->min_p * best);
     int kept = 0;
     total = 0;
     for (int i = 0; i < size; i++) {
         Candidate c = {logits[i] / sum, s->list[i].id};
-        if (c.p >= floor || c.p >= best) s->list[kept++] = c, total += c.p;
+        if (c.p >= least || c.p >= best) s->list[kept++] = c, total += c.p;
     }
     if (s->top_p > 0 && s->top_p < 1) kept = keep_best(s->list, kept, kept, s->top_p, &total);
     else if (kept == size) total = 1;   // nothing was left out: the whole of the softmax
@@ -4061,7 +4083,7 @@ static void session_cache(Session *s) {
     s->cache = xalloc(s->cache_bytes, 1);
 }
 
-// One thread a core; a model so small that threads would mostly wait for each other gets one.
+// One thread for each core that the process may use; a model so small that threads would mostly wait for each other gets one.
 static int default_threads(const Model *m) { return m->weight_bytes < 16000000 ? 1 : core_count(); }
 
 // A session of seq_len positions; logits for `logit_rows` rows at once.
@@ -4197,24 +4219,10 @@ static const Template templates[] = {
     CHATML("qwen2.5", "You are Qwen, created by Alibaba Cloud",
            "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
     CHATML("chatml", NULL, NULL),
-    {"llama2",
-     {"[INST]", "<<SYS>>"},
-     "",
-     {"<<SYS>>\n", "\n<</SYS>>\n\n"},
-     {"{bos}[INST] ", " [/INST]"},
-     {" ", " {eos}"},
-     "",
-     NULL,
-     TRIM_USER | TRIM_REPLY | SYSTEM_IN_USER},
-    {"plain",
-     {"(no file's template is plain)", NULL},
-     "{bos}",
-     {"", "\n"},
-     {"", "\n"},
-     {"", "\n"},
-     "",
-     NULL,
-     0},
+    {"llama2", {"[INST]", "<<SYS>>"}, "",
+     {"<<SYS>>\n", "\n<</SYS>>\n\n"}, {"{bos}[INST] ", " [/INST]"}, {" ", " {eos}"}, "",
+     NULL, TRIM_USER | TRIM_REPLY | SYSTEM_IN_USER},
+    {"plain", {NULL, NULL}, "{bos}", {"", "\n"}, {"", "\n"}, {"", "\n"}, "", NULL, 0},
 };
 #undef CHATML
 
@@ -4236,7 +4244,7 @@ static const Template *template_named(const char *name) {
 static const Template *template_find(const Model *m, Str *warnings) {
     for (int i = 0; m->chat_template.n && i < COUNT(templates); i++) {
         const Template *t = &templates[i];
-        if (span_has(m->chat_template, t->mark[0])
+        if (t->mark[0] && span_has(m->chat_template, t->mark[0])
             && (!t->mark[1] || span_has(m->chat_template, t->mark[1])))
             return t;
     }
@@ -4288,10 +4296,21 @@ static void render_form(Rendering *r, const Vocab *v, const char *form) {
 
 static bool is_blank(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
+static bool is_white(uint32_t c) { // what the reference's strip() takes away
+    return (c < 128 && is_blank((char)c)) || (c >= 0x1C && c <= 0x1F) || c == 0x85 || c == 0xA0
+           || c == 0x1680 || (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029
+           || c == 0x202F || c == 0x205F || c == 0x3000;
+}
+
 static Span span_trim(Span s) {
-    while (s.n && is_blank(*s.p)) s.p++, s.n--;
-    while (s.n && is_blank(s.p[s.n - 1])) s.n--;
-    return s;
+    size_t from = s.n, to = s.n;
+    for (size_t at = 0; at < s.n;) {
+        uint32_t code;
+        size_t next = at + (size_t)utf8_next(s.p + at, s.n - at, &code);
+        if (!is_white(code)) from = MIN(from, at), to = next;
+        at = next;
+    }
+    return (Span){s.p + from, to - from};
 }
 
 static void render_system(Rendering *r, const Vocab *v, const Template *t, const Span *text) {
@@ -4322,7 +4341,7 @@ static Rendering render(const Vocab *v, const Template *t, const Conversation *c
         if (i == from && (t->rules & SYSTEM_IN_USER) && system) {
             render_system(&r, v, t, system);
             if (trimmed.n) trimmed = (Span){text.p, (size_t)(trimmed.p + trimmed.n - text.p)};
-            else while (r.text.n && is_blank(r.text.p[r.text.n - 1])) r.text.n--, r.typed.n--;
+            else r.text.n = r.typed.n = span_trim((Span){r.text.p, r.text.n}).n;
         }
         render_bytes(&r, trimmed, true);
         render_form(&r, v, (user ? t->user : t->reply)[1]);
@@ -4464,6 +4483,7 @@ static int sample_size(const Model *m) {
 static void put(Span s) { // to stdout; a reader that went away ends the program quietly
     if (s.n && (fwrite(s.p, 1, s.n, stdout) != s.n || fflush(stdout))) {
         if (errno == EPIPE) exit(0);
+        if (errno == EINTR && interrupted) exit(130);
         die("cannot write: %s", strerror(errno));
     }
 }
@@ -4480,37 +4500,39 @@ put_clean(const Str *s) { // as valid UTF-8 without control characters but newli
 
 typedef struct {                        // tokens on their way to stdout
     const Model *m;
-    Stream stream;
-    Str piece, *copy;                   // copy: what was shown, or NULL
+    Stream stream, plain;               // plain: for the copy, which no terminal may change
+    Str piece, *copy;                   // copy: where the text is kept, or NULL
     int prev;
     bool chat; // ends at end tokens; generate on a .bin at BOS, as llama2.c
 } Speaker;
 
 static Speaker speaker_new(const Options *o, const Model *m, Str *copy) {
     Speaker s = {.m = m, .copy = copy, .prev = NO_TOKEN};
-    s.stream = (Stream){.stops = o->stops, .n_stops = o->n_stops, .terminal = isatty(1)};
+    s.stream = s.plain = (Stream){.stops = o->stops, .n_stops = o->n_stops};
+    s.stream.terminal = isatty(fileno(stdout));
     return s;
-}
-
-static void speaker_show(Speaker *s, Span shown) {
-    if (s->copy) str_add(s->copy, shown.p, shown.n);
-    put(shown);
 }
 
 static void speaker_say(Speaker *s, int id) {
     s->piece.n = 0;
     tok_piece(&s->m->vocab, id, s->prev, &s->piece);
     s->prev = id;
-    speaker_show(s, stream_push(&s->stream, (Span){s->piece.p, s->piece.n}));
+    Span piece = {s->piece.p, s->piece.n};
+    put(stream_push(&s->stream, piece));
+    if (!s->copy) return;
+    Span kept = stream_push(&s->plain, piece);
+    str_add(s->copy, kept.p, kept.n);
 }
 
 static void speaker_end(Speaker *s) {
-    speaker_show(s, stream_flush(&s->stream));
-    stream_free(&s->stream), str_free(&s->piece);
+    put(stream_flush(&s->stream));
+    Span kept = stream_flush(&s->plain);
+    if (s->copy) str_add(s->copy, kept.p, kept.n);
+    stream_free(&s->stream), stream_free(&s->plain), str_free(&s->piece);
 }
 
-// Samples and shows tokens until one of `stops` comes, a stop string, Ctrl-C, or limit tokens in
-// all; the ids read and made are counted and timed.
+// Samples and shows tokens until an end token, a stop string, Ctrl-C, or `limit` tokens in all;
+// counts and times what was read and made.
 static void speak(Session *s, Sampler *sampler, Speaker *speaker, Ids *ids, int64_t limit,
                   bool progress, Stats *stats) {
     const Model *m = s->model;
@@ -4523,7 +4545,8 @@ static void speak(Session *s, Sampler *sampler, Speaker *speaker, Ids *ids, int6
         if (speaker->chat || m->gguf ? is_stop(m, next) : next == m->vocab.bos) break;
         ids_add(ids, next);
         speaker_say(speaker, next);
-        if ((int64_t)ids->n < limit) logits = session_sync(s, ids->p, (int)ids->n, false);
+        if ((int64_t)ids->n < limit && !speaker->stream.stopped)
+            logits = session_sync(s, ids->p, (int)ids->n, false);
     }
     stats->reply += (int64_t)ids->n - before, stats->reply_s += now() - start;
 }
@@ -4554,7 +4577,8 @@ static int cmd_generate(const Options *o, const Model *m) {
         speaker_say(&speaker, ids.p[i]);
     speaker.stream.n_stops = o->n_stops;
     Stats stats = {0};
-    if (s) speak(s, &sampler, &speaker, &ids, steps + 1, !o->quiet && isatty(2), &stats);
+    if (s)
+        speak(s, &sampler, &speaker, &ids, steps + 1, !o->quiet && isatty(fileno(stderr)), &stats);
     speaker_end(&speaker);
     put(SPAN("\n"));
     if (!o->quiet && stats.reply) stats_print(&stats, m);
@@ -4568,7 +4592,7 @@ static int cmd_generate(const Options *o, const Model *m) {
 static bool read_line(Str *line, bool terminal) {
     line->n = 0;
     bool any = false;
-    for (int c; (c = getchar()) != EOF;) {
+    for (int c; (c = getc(stdin)) != EOF;) {
         any = true;
         if (c != '\n') { str_add(line, &(char){(char)c}, 1); continue; }
         if (line->n && line->p[line->n - 1] == '\r') line->n--;
@@ -4643,12 +4667,14 @@ static void chat_reply(Chat *c, Ids *ids) {
     Str reply = {0};
     Speaker speaker = speaker_new(c->o, c->m, &reply);
     speaker.chat = true;
-    speak(c->s, &c->sampler, &speaker, ids, c->limit, !c->o->quiet && isatty(2), &c->stats);
+    speak(c->s, &c->sampler, &speaker, ids, c->limit, !c->o->quiet && isatty(fileno(stderr)),
+          &c->stats);
     speaker_end(&speaker);
     put(SPAN("\n"));
     if ((int64_t)ids->n == c->limit && !c->o->quiet)
         warn_line("context full (%d positions): the reply ends here", c->limit);
-    message_add(&c->talk, REPLY, (Span){reply.p, reply.n});
+    if (interrupted && !reply.n) str_free(&c->talk.p[--c->talk.n].text); // as if it was not asked
+    else message_add(&c->talk, REPLY, (Span){reply.p, reply.n});
     str_free(&reply);
 }
 
@@ -4662,7 +4688,7 @@ static int cmd_chat(const Options *o, const Model *m) {
     c.s = start_session(o, m, c.limit, 1);
     c.sampler = start_sampler(o, c.s);
     if (o->system) message_add(&c.talk, SYSTEM, (Span){o->system, strlen(o->system)});
-    bool terminal = isatty(0), first = o->input || o->file;
+    bool terminal = isatty(fileno(stdin)), first = o->input || o->file;
     if (first) line = read_input(o);
     Ids ids = {0};
     for (;; first = false) {
@@ -4747,7 +4773,8 @@ static void score_piece(Session *s, const int *ids, int n, int from, Score *t, F
 static int cmd_score(const Options *o, const Model *m) {
     Ids ids = input_ids(o, m);
     if (ids.n < 2) die("score: the text has %zu tokens, at least 2 are needed", ids.n);
-    int64_t context = o->context != UNSET ? o->context : MIN(SCORE_PIECE, m->config.seq_len);
+    int64_t context = o->context != UNSET ? context_size(o, m, 0)
+                                          : MIN(SCORE_PIECE, m->config.seq_len);
     bool pieces = (int64_t)ids.n > context;
     if (pieces && o->logits)
         die("--logits: the text has %zu tokens, the context %" PRId64 " positions: use -c %zu",
@@ -4763,14 +4790,15 @@ static int cmd_score(const Options *o, const Model *m) {
          at += (size_t)context) {
         int first =
             ids.p[at]; // as llama.cpp's perplexity tool: BOS in its place, second half counts
-        if (m->vocab.add_bos && m->vocab.bos >= 0) ids.p[at] = m->vocab.bos;
+        if (m->vocab.add_bos && m->vocab.bos >= 0 && !o->no_bos && !o->ids)
+            ids.p[at] = m->vocab.bos;
         score_piece(s, ids.p + at, (int)context, (int)(context / 2), &t, NULL);
         ids.p[at] = first;
-        if (!o->quiet && isatty(2))
+        if (!o->quiet && isatty(fileno(stderr)))
             fprintf(stderr, "\r%zu of %zu tokens, perplexity %.4f", at + (size_t)context, ids.n,
                     exp(t.sum / (double)MAX(t.n, 1)));
     }
-    if (pieces && !o->quiet && isatty(2)) fprintf(stderr, "\n");
+    if (pieces && !o->quiet && isatty(fileno(stderr))) fprintf(stderr, "\n");
     if (dump && fclose(dump)) die("%s: cannot write: %s", o->logits, strerror(errno));
     if (!interrupted) {
         double nll = t.sum / (double)t.n, variance = MAX(t.squares / (double)t.n - nll * nll, 0);
@@ -4798,7 +4826,8 @@ static void bench_line(const Session *s, const char *phase, int tokens, int dept
 static int cmd_bench(const Options *o, const Model *m) {
     enum { PREFILL = 512, DECODE = 64 };
     static const int depths[] = {0, 512, 4096};
-    int64_t room = o->context != UNSET ? o->context : MIN(m->config.seq_len, depths[2] + DECODE);
+    int64_t most = MIN(m->config.seq_len, depths[2] + DECODE);
+    int64_t room = o->context != UNSET ? context_size(o, m, 0) : most;
     Session *s = start_session(o, m, room, 1);
     uint64_t rng = 42;
     int *ids = xalloc((size_t)room, sizeof *ids), prefill = (int)MIN(PREFILL, room);
@@ -4809,18 +4838,20 @@ static int cmd_bench(const Options *o, const Model *m) {
     put(SPAN("phase,tokens,depth,threads,tokens_per_s,gb_per_s\n"));
     double start = now();
     session_sync(s, ids, prefill, false);
-    bench_line(s, "prefill", prefill, 0, now() - start,
-               (double)m->weight_bytes * ((prefill + s->chunk - 1) / s->chunk));
+    if (!interrupted)
+        bench_line(s, "prefill", prefill, 0, now() - start,
+                   (double)m->weight_bytes * ((prefill + s->chunk - 1) / s->chunk));
     double cache = (double)cache_bytes_per_token(m, s->half);
-    for (int d = 0; d < COUNT(depths) && !interrupted; d++) {
+    for (int d = 0; d < COUNT(depths) && depths[d] < room && !interrupted; d++) {
         int tokens = (int)MIN(DECODE, room - depths[d]);
-        if (tokens < 1) break;
         s->n_tokens = MIN(s->n_tokens, depths[d]);
         if (depths[d]) session_sync(s, ids, depths[d], false);
         start = now();
-        for (int i = 0; i < tokens; i++) session_feed(s, ids + depths[d] + i, 1, WANT_LAST);
-        bench_line(s, "decode", tokens, depths[d], now() - start,
-                   tokens * ((double)m->weight_bytes + cache * (depths[d] + tokens / 2.0)));
+        for (int i = 0; i < tokens && !interrupted; i++)
+            session_feed(s, ids + depths[d] + i, 1, WANT_LAST);
+        if (!interrupted)
+            bench_line(s, "decode", tokens, depths[d], now() - start,
+                       tokens * ((double)m->weight_bytes + cache * (depths[d] + tokens / 2.0)));
     }
     session_free(s), free(ids);
     return interrupted ? 130 : 0;
@@ -4855,14 +4886,23 @@ static void info_bin(const Model *m, Str *out) {
     str_printf(out, "vocabulary: %d\nbos: 1\nstops: 1 <s>\n", c->vocab_size);
 }
 
+static int64_t info_size(const Gguf *g, const char *key,
+                         int64_t missing) { // of several, the largest
+    const GgufValue *v = gguf_find(g, key);
+    int64_t most = missing, n;
+    for (uint64_t i = 0; v && i < v->count && gguf_element(g, v, i, &n); i++)
+        most = i ? MAX(most, n) : n;
+    return most;
+}
+
 static void info_gguf(const Gguf *g, Str *out) {
     int64_t count[COUNT(formats) + 1] = {0}, parameters = 0;
-    bool half = false;
+    bool half = false, untied = map_find(&g->name_map, g->names, SPAN("output.weight")) >= 0;
     for (int i = 0; i < g->n_tensors; i++) {
         const GgufTensor *t = &g->tensors[i];
         const Format *f = gguf_format(t->type);
         count[f ? f - formats : COUNT(formats)]++;
-        half |= t->type != TYPE_F32;
+        half |= t->type != TYPE_F32 && !(untied && span_is(g->names[i], "token_embd.weight"));
         parameters += (int64_t)(t->dims[0] * t->dims[1] * t->dims[2] * t->dims[3]);
     }
     str_printf(out, "parameters: %" PRId64 "\ntypes:", parameters);
@@ -4872,7 +4912,7 @@ static void info_gguf(const Gguf *g, Str *out) {
                        count[i]);
     str_printf(out, "\n");
     char key[160];
-    #define SIZE(name, missing) gguf_int(g, arch_key(key, g, name), 0, INT64_MAX, missing)
+    #define SIZE(name, missing) info_size(g, arch_key(key, g, name), missing)
     int64_t width = SIZE("embedding_length", 0), heads = SIZE("attention.head_count", 0);
     if (!width) return;                 // a vocabulary alone
     info_sizes(out, SIZE("block_count", 0), width, SIZE("feed_forward_length", 0), heads,
@@ -4921,10 +4961,13 @@ static void model_info(const Model *m, Str *out) {
     if (m->vocab.size) info_vocab(m, out);
     if (!g) str_printf(out, "template: llama2\npre:\nsampling: none stated\n");
     else {
-        Str unused = {0};
+        Str unknown = {0};
+        const char *name = template_find(m, &unknown)->name;
         str_printf(out, "template: %s\n",
-                   m->chat_template.n ? template_find(m, &unused)->name : "none");
-        str_free(&unused);
+                   !m->chat_template.n ? "none"
+                   : unknown.n         ? "unknown"
+                                       : name);
+        str_free(&unknown);
         info_text(out, "pre", gguf_string(g, "tokenizer.ggml.pre"));
         info_sampling(g, out);
     }
@@ -5100,6 +5143,8 @@ static int run(int argc, char **argv) {
     if (o.template && !template_named(o.template))
         die_usage("--template: `%s`, which is not known", o.template);
     if (o.input && o.file) die_usage("both -i and -f are given: one input at a time");
+    if (o.temperature > 1e6) die_usage("--temperature: %g, expected 0 to 1000000", o.temperature);
+    if (o.min_p < 0 || o.min_p > 1) die_usage("--min-p: %g, expected 0 to 1", o.min_p);
     if (o.repeat_penalty && !(o.repeat_penalty >= 0.01 && o.repeat_penalty <= 100))
         die_usage("--repeat-penalty: %g, expected 0, or 0.01 to 100", o.repeat_penalty);
     if (o.top_p < 0 || o.top_p > 1) o.top_p = 0.9;          // as llama2.c
