@@ -414,6 +414,8 @@ static float rng_float(uint64_t *state) { // [0, 1)
 #include <immintrin.h>
 #endif
 
+#define INLINE static inline __attribute__((always_inline))
+
 enum { ISA_C, ISA_AVX2, ISA_AVX512, ISA_COUNT };
 enum { LANES = 8, FLOAT_BLOCK = 2048 };
 
@@ -437,6 +439,12 @@ typedef struct {            // activations: n rows of floats, and the same as 16
     int64_t ldx, ldq, ldb;  // in elements; odd numbers of cache lines, so that rows do not collide
 } Acts;
 
+typedef struct {            // y[i * ldy + r] = row r of w times row i of x
+    const Tensor *w;
+    float *y;
+    int64_t ldy;
+} Product;
+
 typedef struct {            // a block of the file, opened: a weight is (u - format->offset) * s + m
     uint8_t u[256];
     float s[16];            // one for 32 weights, or one for 16 where format->scales is 2
@@ -445,7 +453,6 @@ typedef struct {            // a block of the file, opened: a weight is (u - for
 
 // Many columns: PANEL_ROWS rows are opened a piece of K at a time into a panel that stays in the
 // near cache while all columns pass; part[] keeps eight lanes of every product between two pieces.
-// Its layout is the business of multiply() and fold() alone.
 enum { PANEL_ROWS = 32, PANEL_K = 256, PANEL_BLOCKS = 16, PANEL_COLUMNS = 128 };
 typedef union {
     float w[PANEL_ROWS / 2][PANEL_K / 8][2][8]; // pairs of rows, eight weights of each in turn
@@ -455,24 +462,20 @@ typedef union {
     } half[PANEL_ROWS / 16];
 } Panel;
 
-// dot: y[i * ldy + row[r]] = row row[r] of t times row i of x, for four rows and n <= COLUMNS rows
-// of x from `first` on. pack: weights k ... k + len - 1 of rows row ... of t into a panel; past the
-// last row of t the last is repeated. multiply: part += panel times n rows of x. fold: y = the
-// folded lanes (y += them, if more).
+// The kinds of kernels. Dot: four rows of p->w times n <= COLUMNS columns from `first` on.
+// Pack: weights k ... k + len - 1 of rows row ... into a panel; past the last row it is repeated.
+// Tile: the lanes of a few rows and columns += the panel's weights times len activations of x.
+// Fold: y = the folded lanes (y += them, if more) of n columns.
 enum { COLUMNS = 4 };
-#define DOT(name) \
-    void name(const Tensor *t, const int64_t *row, const Acts *x, int first, int n, float *y, \
-              int64_t ldy)
-#define PACK(name) void name(const Tensor *t, int64_t row, int64_t k, int len, Panel *p)
-#define MULTIPLY(name) \
-    void name(const Format *f, const Panel *p, const Acts *x, int first, int n, int64_t k,    \
-              int len, float *part)
-#define FOLD(name) void name(const float *part, int n, int rows, bool more, float *y, int64_t ldy)
-#define EXPAND(name) void name(const Tensor *t, int64_t row, int64_t k, int n, float *out)
-#define QUANTISE(name) \
-    void name(const float *x, int64_t blocks, int16_t *q, float *dx, int32_t *sum, int64_t ldb)
-
 typedef struct Group Group; // eight blocks opened by vector code
+typedef struct PanelKernels PanelKernels;
+typedef void Dot(const Product *p, const int64_t *row, const Acts *x, int first, int n);
+typedef void Pack(const Tensor *t, int64_t row, int64_t k, int len, Panel *p);
+typedef void Tile(const Format *f, const Panel *p, int row, const Acts *x, int column, int len,
+                  float *part);
+typedef void Fold(const PanelKernels *k, const float *part, int n, int rows, bool more, float *y,
+                  int64_t ldy);
+
 struct Format {
     const char *name;
     uint32_t id;                 // GGUF's tensor type
@@ -481,8 +484,16 @@ struct Format {
     int offset, scales, minimum; // of the integers; scales for 32 weights (1, 2); has a minimum
     void (*open)(const Tensor *t, const uint8_t *p, Block *b);         // quantised: one block; and
     void (*group)(const Tensor *t, const uint8_t *p, int n, Group *g); // n <= 8 times 32 weights
-    EXPAND((*expand));           // weights k ... k + n - 1 as floats; k, n multiples of block
-    DOT((*dot[2]));              // plain C, vector; NULL: the vector code has only panels
+    void (*expand)(const Tensor *t, int64_t row, int64_t k, int n, float *out);
+    Dot *dot[2];                 // plain C, vector; NULL: the vector code has only panels
+};
+
+struct PanelKernels {
+    int above;         // so many columns, panels are faster than dots (measured)
+    int rows, columns; // of a tile
+    Pack *pack;
+    Tile *tile;
+    Fold *fold;
 };
 
 // ---- small floats
@@ -527,47 +538,25 @@ static float f16_at(const uint8_t *p) { return f16_to_f32(u16_at(p)); }
 #else
 #define FMA_IS_FAST 0
 #endif
-static inline float fma_or_not(float a, float b, float c) {
-    return FMA_IS_FAST ? fmaf(a, b, c) : c + a * b;
+INLINE float fma_or(bool fused, float a, float b, float c) {
+    return fused ? __builtin_fmaf(a, b, c) : c + a * b;
 }
 
 // ---- block loaders, plain C
-// d, then m if there is one, then 32 fifth bits (of weight k: bit k) if there are, then 16 bytes:
-// byte k holds weight k in its low half and weight k + 16 in its high half
-static void small_open(const uint8_t *p, bool minimum, bool fifth, Block *b) {
+// q4_0, 18 bytes:   | d f16 | 16 bytes of nibbles |
+// q4_1, 20 bytes:   | d f16 | m f16 | 16 bytes of nibbles |
+// q5_0, 22 bytes:   | d f16 | 32 fifth bits | 16 bytes of nibbles |
+// q5_1, 24 bytes:   | d f16 | m f16 | 32 fifth bits | 16 bytes of nibbles |
+// Nibbles: byte k holds weight k in its low half and weight k + 16 in its high half.
+static void small_open(const Tensor *t, const uint8_t *p, Block *b) {
+    const bool minimum = t->format->minimum, fifth = t->format->bytes >= 22;
     const uint8_t *bits = p + (minimum ? 4 : 2), *nibbles = bits + (fifth ? 4 : 0);
-    b->s[0] = f16_at(p), b->m[0] = minimum ? f16_at(p + 2) : 0;
+    b->s[0] = f16_at(p);
+    b->m[0] = minimum ? f16_at(p + 2) : 0;
     for (int k = 0; k < 32; k++) {
         int high = fifth ? bits[k / 8] >> k % 8 & 1 : 0;
         b->u[k] = (uint8_t)((nibbles[k % 16] >> k / 16 * 4 & 15) | high << 4);
     }
-}
-
-// q4_0, 18 bytes:   | d f16 | 16 bytes of nibbles |
-static void q4_0_open(const Tensor *t, const uint8_t *p, Block *b) {
-    (void)t, small_open(p, 0, 0, b);
-}
-
-// q4_1, 20 bytes:   | d f16 | m f16 | 16 bytes of nibbles |
-static void q4_1_open(const Tensor *t, const uint8_t *p, Block *b) {
-    (void)t, small_open(p, 1, 0, b);
-}
-
-// q5_0, 22 bytes:   | d f16 | 32 fifth bits | 16 bytes of nibbles |
-static void q5_0_open(const Tensor *t, const uint8_t *p, Block *b) {
-    (void)t, small_open(p, 0, 1, b);
-}
-
-// q5_1, 24 bytes:   | d f16 | m f16 | 32 fifth bits | 16 bytes of nibbles |
-static void q5_1_open(const Tensor *t, const uint8_t *p, Block *b) {
-    (void)t, small_open(p, 1, 1, b);
-}
-
-// q8_0, 34 bytes:   | d f16 | 32 signed bytes |
-static void q8_0_open(const Tensor *t, const uint8_t *p, Block *b) {
-    (void)t;
-    b->s[0] = f16_at(p);
-    for (int k = 0; k < 32; k++) b->u[k] = p[2 + k] ^ 128;
 }
 
 // bin8, llama2.c's version 2 where no group crosses a row: 32 signed bytes; scales are elsewhere
@@ -579,6 +568,13 @@ static float bin8_scale(const Tensor *t, const uint8_t *p) {
 static void bin8_open(const Tensor *t, const uint8_t *p, Block *b) {
     b->s[0] = bin8_scale(t, p);
     for (int k = 0; k < 32; k++) b->u[k] = p[k] ^ 128;
+}
+
+// q8_0, 34 bytes:   | d f16 | 32 signed bytes |
+static void q8_0_open(const Tensor *t, const uint8_t *p, Block *b) {
+    (void)t;
+    b->s[0] = f16_at(p);
+    for (int k = 0; k < 32; k++) b->u[k] = p[2 + k] ^ 128;
 }
 
 // The 12 bytes of q4_K and q5_K: a scale and a minimum of 6 bits for each of 8 sub-blocks.
@@ -594,7 +590,10 @@ static void k_scales(const uint8_t *p, uint64_t *sc, uint64_t *mn) {
     *mn = (b & 0x3F3F3F3F) | (uint64_t)mn_high << 32;
 }
 
-static void k_open(const uint8_t *p, bool fifth, Block *b) {
+// q4_K, 144 bytes:  | d f16 | dmin f16 | 12 bytes of scales | 4 x 32 bytes: low nibbles, high |
+// q5_K, 176 bytes:  with 32 bytes of fifth bits before the nibbles: bit i of byte k for sub-block i
+static void k_open(const Tensor *t, const uint8_t *p, Block *b) {
+    const bool fifth = t->format->bytes == 176;
     const uint8_t *bits = p + 16, *nibbles = fifth ? p + 48 : p + 16;
     uint64_t sc, mn;
     k_scales(p + 4, &sc, &mn);
@@ -605,11 +604,6 @@ static void k_open(const uint8_t *p, bool fifth, Block *b) {
         b->m[i] = -(f16_at(p + 2) * (float)(mn >> 8 * i & 63));
     }
 }
-
-// q4_K, 144 bytes:  | d f16 | dmin f16 | 12 bytes of scales | 4 x 32 bytes: low nibbles, high |
-static void q4_K_open(const Tensor *t, const uint8_t *p, Block *b) { (void)t, k_open(p, 0, b); }
-// q5_K, 176 bytes:  with 32 bytes of fifth bits before the nibbles: bit i of byte k for sub-block i
-static void q5_K_open(const Tensor *t, const uint8_t *p, Block *b) { (void)t, k_open(p, 1, b); }
 
 // q6_K, 210 bytes:  | 2 x 64 low nibbles | 2 x 32 upper bit pairs | 16 signed scales | d f16 |
 // In each half of 128: four blocks of 32; nibbles of block i in bytes 32 * (i % 2) ..., low: i < 2
@@ -624,19 +618,20 @@ static void q6_K_open(const Tensor *t, const uint8_t *p, Block *b) {
     }
 }
 
-/* To add a weight format: write NAME_open() above, its plain C loader; NAME_quad() below, its
- * vector loader (and one for its scales, if none there fits); and a line here. The rest follows:
- * name, GGUF type, weights and bytes a block, offset, scales for 32, minimum, scale loader. */
-#define QUANTISED(X)                           \
-    X(q8_0, 8, 32, 34, 128, 1, 0, scales_d)    \
-    X(bin8, 1001, 32, 32, 128, 1, 0, scales_bin8) \
-    X(q4_0, 2, 32, 18, 8, 1, 0, scales_d)      \
-    X(q4_1, 3, 32, 20, 0, 1, 1, scales_dm)     \
-    X(q5_0, 6, 32, 22, 16, 1, 0, scales_d)     \
-    X(q5_1, 7, 32, 24, 0, 1, 1, scales_dm)     \
-    X(q4_K, 12, 256, 144, 0, 1, 1, scales_k)   \
-    X(q5_K, 13, 256, 176, 0, 1, 1, scales_k)   \
-    X(q6_K, 14, 256, 210, 32, 2, 0, scales_q6_K)
+/* To add a weight format: write its plain C loader above (NAME_open, or one that is shared), its
+ * vector loader NAME_quad() below (and one for its scales, if none there fits), and a line here:
+ * name, GGUF type, weights and bytes a block, offset, scales for 32, minimum, loader of blocks, of
+ * scales. */
+#define QUANTISED(X)                                         \
+    X(q8_0, 8, 32, 34, 128, 1, 0, q8_0_open, scales_d)       \
+    X(bin8, 1001, 32, 32, 128, 1, 0, bin8_open, scales_bin8) \
+    X(q4_0, 2, 32, 18, 8, 1, 0, small_open, scales_d)        \
+    X(q4_1, 3, 32, 20, 0, 1, 1, small_open, scales_dm)       \
+    X(q5_0, 6, 32, 22, 16, 1, 0, small_open, scales_d)       \
+    X(q5_1, 7, 32, 24, 0, 1, 1, small_open, scales_dm)       \
+    X(q4_K, 12, 256, 144, 0, 1, 1, k_open, scales_k)         \
+    X(q5_K, 13, 256, 176, 0, 1, 1, k_open, scales_k)         \
+    X(q6_K, 14, 256, 210, 32, 2, 0, q6_K_open, scales_q6_K)
 // Float formats: name, GGUF type, bytes, the value at p. bin is version 2 whose groups cross rows;
 // it has no vector dot, its rows are always expanded first.
 #define FLOATS(X)                              \
@@ -657,15 +652,16 @@ static const uint8_t *weight_at(const Tensor *t, int64_t row, int64_t k, int blo
     return t->data + (size_t)row * t->stride + (size_t)(k / block * bytes);
 }
 
-#define X(name, id, bytes, value)                                           \
-    static EXPAND(name##_expand) {                                          \
-        const uint8_t *p = weight_at(t, row, k, 1, bytes);                  \
-        for (int i = 0; i < n; i++, p += (bytes)) out[i] = value;           \
+#define X(name, id, bytes, value)                                                           \
+    static void name##_expand(const Tensor *t, int64_t row, int64_t k, int n, float *out) { \
+        const uint8_t *p = weight_at(t, row, k, 1, bytes);                                  \
+        for (int i = 0; i < n; i++, p += (bytes)) out[i] = value;                           \
     }
 FLOATS_AND_BIN(X)
 #undef X
 
-static EXPAND(quantised_expand) { // the minimum is added to the rounded product: two roundings
+// The minimum is added to the rounded product: two roundings
+static void quantised_expand(const Tensor *t, int64_t row, int64_t k, int n, float *out) {
     const Format *f = t->format;
     const uint8_t *p = weight_at(t, row, k, f->block, f->bytes);
     Block b;
@@ -683,26 +679,24 @@ static float lanes_fold(const float *l) {
     return ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
 }
 
-// 32 (or, from `half`, 16) integer products; q has the even-numbered activations first
-static int32_t block_sum(const uint8_t *u, int offset, const int16_t *q, int half, int n) {
-    int32_t s = 0;
-    for (int k = half * 16; k < half * 16 + n; k++) s += (u[k] - offset) * q[k % 2 * 16 + k / 2];
-    return s;
-}
-
-static void block_step_c(const Format *f, const Block *b, int i, const Acts *x, int column,
-                         int64_t j, float *lane) { // block j of the row is number i of b
+// Block j of the row is number i of b; q has the even-numbered activations first
+static void block_step(const Format *f, const Block *b, int i, const Acts *x, int column, int64_t j,
+                       float *lane) {
     const int16_t *q = x->q + column * x->ldq + 32 * j;
     const int32_t *sum = x->sum + 2 * column * x->ldb + j;
-    float dx = x->dx[column * x->ldb + j];
+    const float dx = x->dx[column * x->ldb + j];
+    const int n = 32 / f->scales; // weights that share a scale
     for (int h = 0; h < f->scales; h++) {
-        int32_t s = block_sum(b->u + 32 * i, f->offset, q, h, 32 / f->scales);
+        int32_t s = 0;
+        for (int k = h * n; k < h * n + n; k++)
+            s += (b->u[32 * i + k] - f->offset) * q[k % 2 * 16 + k / 2];
         *lane = fmaf(dx * b->s[i * f->scales + h], (float)s, *lane);
     }
     if (f->minimum) *lane = fmaf(dx * b->m[i], (float)(sum[0] + sum[x->ldb]), *lane);
 }
 
-static DOT(quantised_dot_c) {
+static void quantised_dot_c(const Product *p, const int64_t *row, const Acts *x, int first, int n) {
+    const Tensor *t = p->w;
     const Format *f = t->format;
     Block b;
     for (int r = 0; r < 4; r++) {
@@ -710,48 +704,59 @@ static DOT(quantised_dot_c) {
         for (int64_t j = 0; j < t->cols / 32; j++) {
             int i = (int)(j % (f->block / 32));
             if (i == 0) f->open(t, weight_at(t, row[r], 32 * j, f->block, f->bytes), &b);
-            for (int c = 0; c < n; c++) block_step_c(f, &b, i, x, first + c, j, &l[c][j % LANES]);
+            for (int c = 0; c < n; c++) block_step(f, &b, i, x, first + c, j, &l[c][j % LANES]);
         }
-        for (int c = 0; c < n; c++) y[(first + c) * ldy + row[r]] = lanes_fold(l[c]);
+        for (int c = 0; c < n; c++) p->y[(first + c) * p->ldy + row[r]] = lanes_fold(l[c]);
     }
 }
 
-static DOT(float_dot_c) {
+static void float_dot_c(const Product *p, const int64_t *row, const Acts *x, int first, int n) {
+    const Tensor *t = p->w;
     float w[FLOAT_BLOCK];
-    for (int r = 0; r < 4; r++)
+    for (int r = 0; r < 4; r++) {
+        float y[COLUMNS] = {0}; // not p->y: another thread may make the same row once more
         for (int64_t k = 0; k < t->cols; k += FLOAT_BLOCK) {
             int len = (int)MIN(FLOAT_BLOCK, t->cols - k);
             t->format->expand(t, row[r], k, len, w);
             for (int c = 0; c < n; c++) {
                 const float *v = x->x + (first + c) * x->ldx + k;
-                float l[LANES] = {0}, *out = &y[(first + c) * ldy + row[r]];
-                for (int i = 0; i < len; i++) l[i % LANES] = fma_or_not(w[i], v[i], l[i % LANES]);
-                *out = k ? *out + lanes_fold(l) : lanes_fold(l);
+                float l[LANES] = {0};
+                for (int i = 0; i < len; i++)
+                    l[i % LANES] = fma_or(FMA_IS_FAST, w[i], v[i], l[i % LANES]);
+                y[c] = k ? y[c] + lanes_fold(l) : lanes_fold(l);
             }
         }
+        for (int c = 0; c < n; c++) p->y[(first + c) * p->ldy + row[r]] = y[c];
+    }
 }
 
-// 16-bit activations of a row; q: a block's even-numbered values, then its odd. NaN or infinity
-// make the scale NaN, and with it every result.
-static QUANTISE(quantise_c) {
-    for (int64_t j = 0; j < blocks; j++, x += 32, q += 32) {
-        float a = 0;
-        bool finite = true;
-        for (int k = 0; k < 32; k++) finite &= fabsf(x[k]) < INFINITY, a = fmaxf(a, fabsf(x[k]));
-        bool zero = !finite || a < 0x1p-100f;
-        float r = zero ? 0 : 32767 / a;
-        dx[j] = !finite ? NAN : zero ? 0 : a / 32767;
-        sum[j] = sum[j + ldb] = 0;
-        for (int k = 0; k < 32; k++) {
-            int v = zero ? 0 : (int)lrintf(x[k] * r);
-            q[k % 2 * 16 + k / 2] = (int16_t)v, sum[j + k / 16 * ldb] += v;
-        }
+// 16-bit activations of a block; q: its even-numbered values, then its odd. NaN or infinity make
+// the scale NaN, and with it every result.
+static void quantise_block(const float *x, int16_t *q, float *dx, int32_t *sum, int64_t ldb) {
+    float a = 0;
+    bool finite = true;
+    for (int k = 0; k < 32; k++) finite &= fabsf(x[k]) < INFINITY, a = fmaxf(a, fabsf(x[k]));
+    const bool zero = !finite || a < 0x1p-100f;
+    const float r = zero ? 0 : 32767 / a;
+    *dx = !finite ? NAN : zero ? 0 : a / 32767;
+    sum[0] = sum[ldb] = 0;
+    for (int k = 0; k < 32; k++) {
+        int v = zero ? 0 : (int)lrintf(x[k] * r);
+        q[k % 2 * 16 + k / 2] = (int16_t)v;
+        sum[k / 16 * ldb] += v;
     }
+}
+
+static void quantise_c(const Acts *a, int row) {
+    for (int64_t j = 0; j < a->cols / 32; j++)
+        quantise_block(a->x + row * a->ldx + 32 * j, a->q + row * a->ldq + 32 * j,
+                       a->dx + row * a->ldb + j, a->sum + 2 * row * a->ldb + j, a->ldb);
 }
 
 #ifdef HAVE_X86
 // ---- AVX2: loaders. Vector code is compiled for its instruction set whatever the command line
-// says; isa_best() looks before any of it runs. A quad is four blocks of 32 weights, a byte each.
+// says; isa_best() looks before any of it runs. A quad is four blocks of 32 weights, a byte each;
+// the layouts are drawn above the plain C loaders.
 #define AVX2_TARGET __attribute__((target("avx2,fma,f16c")))
 #define AVX2 AVX2_TARGET __attribute__((always_inline)) static inline
 #define AVX2_CALL AVX2_TARGET __attribute__((noinline)) static
@@ -883,7 +888,7 @@ AVX2 void scales_q6_K(const Tensor *t, const uint8_t *p, int bytes, int n, Group
 AVX2 void group_open(int f, const Tensor *t, const uint8_t *p, int n, Group *g) {
     g->s[1] = g->m = _mm256_setzero_ps();
     switch (f) {
-#define X(name, id, block, bytes, offset, per32, minimum, load)                    \
+#define X(name, id, block, bytes, offset, per32, minimum, open, load)              \
     case F_##name:                                                                 \
         name##_quad(p, n, 0, g->u);                                                \
         if (n > 4) name##_quad(p, n, 1, g->u + 4);                                 \
@@ -963,7 +968,7 @@ AVX2 void prefetch(const uint8_t *p, int bytes) { // 1 KB ahead in each of four 
         _mm_prefetch((const char *)p + 1024 + i, _MM_HINT_T0);
 }
 
-// Four rows times several columns, each group opened once
+// Four rows times several columns, each group opened once; bytes: of eight blocks of 32 weights
 AVX2 void groups(Traits d, const Tensor *t, const uint8_t **p, int bytes, const Acts *x, int first,
                  int n, float l[4][COLUMNS][LANES]) {
     Group g;
@@ -986,10 +991,10 @@ AVX2_CALL void groups_avx2(const Tensor *t, const uint8_t **p, int bytes, const 
     else groups((Traits){f->offset, 1, 0}, t, p, bytes, x, first, n, l);
 }
 
-// One column, the case of decode, is compiled for each format. bytes: of eight blocks of 32 weights
-AVX2 void quantised_dot_avx2(int f, int bytes, int block, Traits d, const Tensor *t,
-                             const int64_t *row, const Acts *x, int first, int n, float *y,
-                             int64_t ldy) {
+// One column, the case of decode, is compiled for each format
+AVX2 void quantised_dot_avx2(int f, int bytes, int block, Traits d, const Product *y,
+                             const int64_t *row, const Acts *x, int first, int n) {
+    const Tensor *t = y->w;
     float l[4][COLUMNS][LANES];
     const uint8_t *p[4];
     int64_t blocks = t->cols / 32, j = 0;
@@ -1012,90 +1017,78 @@ AVX2 void quantised_dot_avx2(int f, int bytes, int block, Traits d, const Tensor
     }
     for (int c = 0; c < n; c++)
         for (int r = 0; r < 4; r++)
-            y[(first + c) * ldy + row[r]] = lanes_fold_avx2(_mm256_loadu_ps(l[r][c]));
+            y->y[(first + c) * y->ldy + row[r]] = lanes_fold_avx2(_mm256_loadu_ps(l[r][c]));
 }
 
-#define X(name, id, block, bytes, offset, scales, minimum, load)                                   \
-    AVX2_CALL DOT(name##_dot) {                                                                    \
-        const Traits d = {offset, scales, minimum};                                                \
-        quantised_dot_avx2(F_##name, bytes * 256 / block, block, d, t, row, x, first, n, y, ldy);  \
+#define X(name, id, block, bytes, offset, scales, minimum, ...)                                 \
+    AVX2_CALL void name##_dot(const Product *p, const int64_t *row, const Acts *x, int first,   \
+                              int n) {                                                          \
+        const Traits d = {offset, scales, minimum};                                             \
+        quantised_dot_avx2(F_##name, bytes * 256 / block, block, d, p, row, x, first, n);       \
     }
 QUANTISED(X)
 #undef X
 
-AVX2 __m256 float8(int f, const uint8_t *p) {
-    if (f == F_f32) return _mm256_loadu_ps((const float *)p);
+AVX2 __m256 float8(uint32_t id, const uint8_t *p) { // id: 0 f32, 1 f16, 30 bf16
+    if (id == 0) return _mm256_loadu_ps((const float *)p);
     __m128i h = _mm_loadu_si128((const __m128i *)p);
-    if (f == F_f16) return _mm256_cvtph_ps(h);
+    if (id == 1) return _mm256_cvtph_ps(h);
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
 }
 
-// Four rows times cols columns, eight weights a step, `step` bytes apart; l: lanes of each product
-AVX2 void float_steps(int f, int step, int cols, const uint8_t *const *w, int len, const float *x,
-                      int64_t ldx, __m256 l[4][3]) {
-    for (int i = 0; i < len / 8; i++) {
-        __m256 v[3];
-        UNROLL for (int c = 0; c < cols; c++) v[c] = _mm256_loadu_ps(x + c * ldx + 8 * i);
-        UNROLL for (int r = 0; r < 4; r++) {
-            __m256 z = float8(f, w[r] + step * i);
-            UNROLL for (int c = 0; c < cols; c++) l[r][c] = _mm256_fmadd_ps(z, v[c], l[r][c]);
-        }
-    }
-}
-
-// The same from the file for up to FLOAT_BLOCK weights, folded; the last are padded with -0 times 0
-AVX2 void float_block(int f, int size, int cols, const Tensor *t, const int64_t *row, int64_t k,
-                      int len, const float *x, int64_t ldx, float *total) {
+// Four rows times cols columns of up to FLOAT_BLOCK weights, a multiple of eight, from the file
+AVX2 void float_block(uint32_t id, int size, int cols, const Tensor *t, const int64_t *row,
+                      int64_t k, const float *x, int64_t ldx, float total[4][COLUMNS]) {
     const uint8_t *w[4];
-    __m256 l[4][3];
+    __m256 v[3], l[4][3];
     UNROLL for (int r = 0; r < 4; r++) {
         w[r] = weight_at(t, row[r], k, 1, size);
         UNROLL for (int c = 0; c < cols; c++) l[r][c] = _mm256_setzero_ps();
     }
-    float_steps(f, 8 * size, cols, w, len, x + k, ldx, l);
-    if (len % 8) {
-        float weights[4][8], v[3][8] = {{0}};
-        int64_t last = k + len / 8 * 8;
-        for (int r = 0; r < 4; r++) {
-            for (int i = 0; i < 8; i++) weights[r][i] = -0.0f;
-            t->format->expand(t, row[r], last, len % 8, weights[r]);
-            w[r] = (const uint8_t *)weights[r];
+    for (int i = 0; i < MIN(FLOAT_BLOCK, t->cols - k); i += 8) {
+        UNROLL for (int c = 0; c < cols; c++) v[c] = _mm256_loadu_ps(x + c * ldx + k + i);
+        UNROLL for (int r = 0; r < 4; r++) {
+            __m256 z = float8(id, w[r] + size * i);
+            UNROLL for (int c = 0; c < cols; c++) l[r][c] = _mm256_fmadd_ps(z, v[c], l[r][c]);
         }
-        for (int c = 0; c < cols; c++) memcpy(v[c], x + c * ldx + last, (size_t)(len % 8) * 4);
-        float_steps(F_f32, 32, cols, w, 8, v[0], 8, l);
     }
     UNROLL for (int r = 0; r < 4; r++)
         UNROLL for (int c = 0; c < cols; c++) {
             float sum = lanes_fold_avx2(l[r][c]);
-            float *out = total + r * COLUMNS + c;
-            *out = k ? *out + sum : sum;
+            total[r][c] = k ? total[r][c] + sum : sum;
         }
 }
 
-AVX2 void float_dot_avx2(int f, int size, const Tensor *t, const int64_t *row, const Acts *x,
-                         int first, int n, float *y, int64_t ldy) {
-    float total[4 * COLUMNS];
-    for (int64_t k = 0; k < t->cols; k += FLOAT_BLOCK)
-        for (int c = 0; c < n; c += 3) {
-            const float *v = x->x + (first + c) * x->ldx;
-            float *out = total + c;
-            int len = (int)MIN(FLOAT_BLOCK, t->cols - k);
-            if (n - c >= 3) float_block(f, size, 3, t, row, k, len, v, x->ldx, out);
-            else if (n - c == 2) float_block(f, size, 2, t, row, k, len, v, x->ldx, out);
-            else float_block(f, size, 1, t, row, k, len, v, x->ldx, out);
-        }
-    for (int c = 0; c < n; c++)
-        for (int r = 0; r < 4; r++) y[(first + c) * ldy + row[r]] = total[r * COLUMNS + c];
+AVX2 void float_dot_avx2(uint32_t id, int size, const Product *p, const int64_t *row, const Acts *x,
+                         int first, int n) {
+    for (int c = first, cols; c < first + n; c += cols) {
+        const float *in = x->x + c * x->ldx;
+        float total[4][COLUMNS];
+        cols = MIN(3, first + n - c);
+        for (int64_t k = 0; k < p->w->cols; k += FLOAT_BLOCK)
+            if (cols == 3) float_block(id, size, 3, p->w, row, k, in, x->ldx, total);
+            else if (cols == 2) float_block(id, size, 2, p->w, row, k, in, x->ldx, total);
+            else float_block(id, size, 1, p->w, row, k, in, x->ldx, total);
+        for (int r = 0; r < 4; r++)
+            for (int z = 0; z < cols; z++) p->y[(c + z) * p->ldy + row[r]] = total[r][z];
+    }
 }
 
-#define X(name, id, size, value)                                                                   \
-    AVX2_CALL DOT(name##_dot) { float_dot_avx2(F_##name, size, t, row, x, first, n, y, ldy); }
+#define X(name, id, size, value)                                                                \
+    AVX2_CALL void name##_dot(const Product *p, const int64_t *row, const Acts *x, int first,   \
+                              int n) {                                                          \
+        float_dot_avx2(id, size, p, row, x, first, n);                                          \
+    }
 FLOATS(X)
 #undef X
 
-AVX2_CALL QUANTISE(quantise_avx2) {
+AVX2_CALL void quantise_avx2(const Acts *a, int row) {
+    const float *x = a->x + row * a->ldx;
+    float *dx = a->dx + row * a->ldb;
+    int16_t *q = a->q + row * a->ldq;
+    int32_t *sum = a->sum + 2 * row * a->ldb;
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), one = _mm256_set1_epi16(1);
-    for (int64_t j = 0; j < blocks; j++, x += 32, q += 32) {
+    for (int64_t j = 0; j < a->cols / 32; j++, x += 32, q += 32) {
         __m256 v[4];
         __m256i m = _mm256_setzero_si256(); // |x| keep their order as integers; NaN is above all
         UNROLL for (int i = 0; i < 4; i++) {
@@ -1106,13 +1099,13 @@ AVX2_CALL QUANTISE(quantise_avx2) {
         __m128i z = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
         z = _mm_max_epi32(z, _mm_shuffle_epi32(z, 0x4E));
         z = _mm_max_epi32(z, _mm_shuffle_epi32(z, 0xB1));
-        float a = _mm_cvtss_f32(_mm_castsi128_ps(z));
-        if (!(a >= 0x1p-100f && a < INFINITY)) { // rare: the definition does it
-            quantise_c(x, 1, q, dx + j, sum + j, ldb);
+        const float top = _mm_cvtss_f32(_mm_castsi128_ps(z));
+        if (!(top >= 0x1p-100f && top < INFINITY)) { // rare: the definition does it
+            quantise_block(x, q, dx + j, sum + j, a->ldb);
             continue;
         }
-        dx[j] = a / 32767;
-        __m256 r = _mm256_set1_ps(32767 / a);
+        dx[j] = top / 32767;
+        __m256 r = _mm256_set1_ps(32767 / top);
         UNROLL for (int i = 0; i < 4; i++) // now integers in float clothes, for the shuffle
             v[i] = _mm256_castsi256_ps(_mm256_cvtps_epi32(_mm256_mul_ps(v[i], r)));
         __m256 e0 = _mm256_shuffle_ps(v[0], v[1], 0x88), e1 = _mm256_shuffle_ps(v[2], v[3], 0x88);
@@ -1124,100 +1117,42 @@ AVX2_CALL QUANTISE(quantise_avx2) {
         _mm256_storeu_si256((__m256i *)q, even), _mm256_storeu_si256((__m256i *)(q + 16), odd);
         __m256i s = _mm256_add_epi32(_mm256_madd_epi16(even, one), _mm256_madd_epi16(odd, one));
         s = _mm256_hadd_epi32(s, s), s = _mm256_hadd_epi32(s, s);
-        sum[j] = _mm256_extract_epi32(s, 0), sum[j + ldb] = _mm256_extract_epi32(s, 4);
+        sum[j] = _mm256_extract_epi32(s, 0), sum[j + a->ldb] = _mm256_extract_epi32(s, 4);
     }
 }
 
-// ---- AVX2: panels of floats. A tile is 4 rows x 3 columns; part[column][row][lane].
-AVX2 void float_pack_rows(int f, int size, const Tensor *t, int64_t row, int64_t k, int len,
-                          Panel *p) {
+// ---- panels: packing, AVX2 on every machine
+AVX2_CALL void float_pack(const Tensor *t, int64_t row, int64_t k, int len, Panel *p) {
+    const Format *f = t->format;
     for (int r = 0; r < PANEL_ROWS; r++) {
         const int64_t at = MIN(row + r, t->rows - 1);
-        const uint8_t *in = weight_at(t, at, k, 1, size);
+        const uint8_t *in = weight_at(t, at, k, 1, f->bytes);
         for (int i = 0; i < len; i += 8) {
             float *out = p->w[r / 2][i / 8][r % 2];
-            if (f != F_bin && i + 8 <= len) _mm256_storeu_ps(out, float8(f, in + size * i));
-            else { // the end of a row, padded with -0: times 0 it changes no lane
-                for (int z = 0; z < 8; z++) out[z] = -0.0f;
-                t->format->expand(t, at, k + i, MIN(8, len - i), out);
+            if (f->dot[1] && i + 8 <= len) {
+                _mm256_storeu_ps(out, float8(f->id, in + f->bytes * i));
+                continue;
             }
+            for (int z = 0; z < 8; z++) out[z] = -0.0f; // past the end; times 0 it changes no lane
+            f->expand(t, at, k + i, MIN(8, len - i), out);
         }
     }
 }
 
-AVX2_CALL PACK(float_pack_avx2) {
-    switch (t->format->id) {
-#define X(name, id, size, value) case id: float_pack_rows(F_##name, size, t, row, k, len, p); break;
-        FLOATS_AND_BIN(X)
-#undef X
-    }
-}
-
-// The tail of a row of x, so that no stranger's NaN is multiplied by 0
-static void rest_copy(int cols, const float *x, int64_t ldx, int len, float *rest) {
-    for (int c = 0; c < cols; c++)
-        for (int i = 0; i < 8; i++)
-            rest[8 * c + i] = i < len % 8 ? x[c * ldx + len / 8 * 8 + i] : 0;
-}
-
-AVX2 void float_tile(int cols, const Panel *p, int row, int len, const float *x, int64_t ldx,
-                     float *acc) {
-    const uint8_t *w[4];
-    __m256 l[4][3];
-    UNROLL for (int r = 0; r < 4; r++) {
-        w[r] = (const uint8_t *)p->w[(row + r) / 2][0][r % 2];
-        UNROLL for (int c = 0; c < cols; c++)
-            l[r][c] = _mm256_loadu_ps(acc + (c * PANEL_ROWS + r) * LANES);
-    }
-    float_steps(F_f32, 64, cols, w, len, x, ldx, l);
-    if (len % 8) {
-        float rest[3 * 8];
-        rest_copy(cols, x, ldx, len, rest);
-        for (int r = 0; r < 4; r++) w[r] += len / 8 * 64;
-        float_steps(F_f32, 64, cols, w, 8, rest, 8, l);
-    }
-    UNROLL for (int r = 0; r < 4; r++)
-        UNROLL for (int c = 0; c < cols; c++)
-            _mm256_storeu_ps(acc + (c * PANEL_ROWS + r) * LANES, l[r][c]);
-}
-
-AVX2_CALL MULTIPLY(float_multiply_avx2) {
-    (void)f;
-    for (int half = 0; half < PANEL_ROWS; half += 16)
-        for (int c = 0; c < n; c += 3)
-            for (int row = half; row < half + 16; row += 4) {
-                const float *in = x->x + (first + c) * x->ldx + k;
-                float *acc = part + (c * PANEL_ROWS + row) * LANES;
-                if (n - c >= 3) float_tile(3, p, row, len, in, x->ldx, acc);
-                else if (n - c == 2) float_tile(2, p, row, len, in, x->ldx, acc);
-                else float_tile(1, p, row, len, in, x->ldx, acc);
-            }
-}
-
-AVX2_CALL FOLD(float_fold_avx2) {
-    for (int c = 0; c < n; c++)
-        for (int r = 0; r < rows; r++) {
-            float sum = lanes_fold_avx2(_mm256_loadu_ps(part + (c * PANEL_ROWS + r) * LANES));
-            y[c * ldy + r] = more ? y[c * ldy + r] + sum : sum;
-        }
-}
-
-// ---- AVX2: panels of integers. Pairs of weights of 16 rows lie side by side; a pair of
-// activations is broadcast and multiplied with all. part[tile][half][lane][column][row].
-AVX2 void transpose8(__m256i *v) { // 8 x 8 of 32 bits
-    __m256i a[8], b[8];
-    UNROLL for (int i = 0; i < 8; i += 2)
-        a[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]),
-        a[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
-    UNROLL for (int i = 0; i < 8; i += 4) {
-        b[i] = _mm256_unpacklo_epi64(a[i], a[i + 2]);
-        b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
-        b[i + 2] = _mm256_unpacklo_epi64(a[i + 1], a[i + 3]);
-        b[i + 3] = _mm256_unpackhi_epi64(a[i + 1], a[i + 3]);
-    }
+// 8 x 8 of 32 bits: halves change places, then each half of four vectors is transposed
+AVX2 void transpose8(__m256i *v) {
+    __m256i a[8];
     UNROLL for (int i = 0; i < 4; i++) {
-        v[i] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x20);
-        v[i + 4] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x31);
+        a[i] = _mm256_permute2x128_si256(v[i], v[i + 4], 0x20);
+        a[i + 4] = _mm256_permute2x128_si256(v[i], v[i + 4], 0x31);
+    }
+    UNROLL for (int i = 0; i < 8; i += 4) {
+        __m256i b0 = _mm256_unpacklo_epi32(a[i], a[i + 2]);
+        __m256i b1 = _mm256_unpackhi_epi32(a[i], a[i + 2]);
+        __m256i b2 = _mm256_unpacklo_epi32(a[i + 1], a[i + 3]);
+        __m256i b3 = _mm256_unpackhi_epi32(a[i + 1], a[i + 3]);
+        v[i] = _mm256_unpacklo_epi32(b0, b2), v[i + 1] = _mm256_unpackhi_epi32(b0, b2);
+        v[i + 2] = _mm256_unpacklo_epi32(b1, b3), v[i + 3] = _mm256_unpackhi_epi32(b1, b3);
     }
 }
 
@@ -1249,7 +1184,7 @@ AVX2 void groups_pack(const Format *f, const Group *g, int n, int block, int r, 
     if (f->minimum) columns_store(v, &p->half[r / 16].m[block][r % 16], 16);
 }
 
-AVX2_CALL PACK(quantised_pack_avx2) {
+AVX2_CALL void quantised_pack(const Tensor *t, int64_t row, int64_t k, int len, Panel *p) {
     const Format *f = t->format;
     const size_t at = (size_t)(k / f->block * f->bytes);
     const size_t bytes = (size_t)(256 / f->block * f->bytes);
@@ -1265,247 +1200,201 @@ AVX2_CALL PACK(quantised_pack_avx2) {
         }
 }
 
-enum { TILE = 4, TILE_512 = 8 }; // columns
-typedef struct {
-    const int16_t *q[TILE_512];
-    const float *dx[TILE_512];
-    const int32_t *sum[TILE_512];
-} Tile;
+// ---- panels: tiles. A tile is the part of a panel's products that fits in registers: of floats 4
+// registers of weights times columns, eight lanes each; of integers 2 registers of rows times
+// columns. The same text is compiled for registers of 256 and of 512 bits; the dots above wait for
+// memory and need no more than 256.
+#define AVX512_TARGET \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
+#define INLINE_256 AVX2
+#define INLINE_512 AVX512_TARGET __attribute__((always_inline)) static inline
+#define CALL_256 AVX2_CALL
+#define CALL_512 AVX512_TARGET __attribute__((noinline)) static
+enum { FLOATS_256 = 3, FLOATS_512 = 6, INTEGERS_256 = 4, INTEGERS_512 = 8 }; // columns of a tile
 
-// Columns first ... of a tile; past the last its products are made again, for nobody
-static Tile tile_at(const Acts *x, int first, int n, int64_t k) {
-    Tile a;
-    for (int i = 0; i < TILE_512; i++) {
-        int64_t column = first + MIN(i, n - 1);
-        a.q[i] = x->q + column * x->ldq + k;
-        a.dx[i] = x->dx + column * x->ldb + k / 32;
-        a.sum[i] = x->sum + 2 * column * x->ldb + k / 32;
+INLINE_256 __m256 eight_256(const float *x) { return _mm256_loadu_ps(x); }
+INLINE_512 __m512 eight_512(const float *x) { return _mm512_broadcast_f32x8(_mm256_loadu_ps(x)); }
+INLINE_256 __m256i pairs_add_256(__m256i s, __m256i w, __m256i x) { // s += both products of a pair
+    s = _mm256_add_epi32(s, _mm256_madd_epi16(w, x));
+    KEEP(s);
+    return s;
+}
+INLINE_512 __m512i pairs_add_512(__m512i s, __m512i w, __m512i x) {
+    return _mm512_dpwssd_epi32(s, w, x);
+}
+
+// Floats: part[column][row][lane]; a register of 512 bits holds the lanes of two rows.
+#define FLOAT_TILE(bits)                                                                          \
+    INLINE_##bits void float_steps_##bits(int cols, const float *w, const float *x, int64_t ldx,  \
+                                          int len, float *part) {                                 \
+        enum { HIGH = bits / 256 };                                                               \
+        __m##bits l[4][FLOATS_##bits], v[FLOATS_##bits];                                          \
+        UNROLL for (int r = 0; r < 4; r++)                                                        \
+            UNROLL for (int c = 0; c < cols; c++)                                                 \
+                l[r][c] = _mm##bits##_loadu_ps(part + (c * PANEL_ROWS + r * HIGH) * LANES);       \
+        for (int i = 0; i < len; i += 8) {                                                        \
+            UNROLL for (int c = 0; c < cols; c++) {                                               \
+                v[c] = eight_##bits(x + c * ldx + i);                                             \
+                KEEP(v[c]);                                                                       \
+            }                                                                                     \
+            UNROLL for (int r = 0; r < 4; r++) {                                                  \
+                const int at = r * HIGH / 2 * 2 * PANEL_K + r * HIGH % 2 * 8;                     \
+                __m##bits z = _mm##bits##_loadu_ps(w + at + 2 * i);                               \
+                KEEP(z);                                                                          \
+                UNROLL for (int c = 0; c < cols; c++)                                             \
+                    l[r][c] = _mm##bits##_fmadd_ps(z, v[c], l[r][c]);                             \
+            }                                                                                     \
+        }                                                                                         \
+        UNROLL for (int r = 0; r < 4; r++)                                                        \
+            UNROLL for (int c = 0; c < cols; c++)                                                 \
+                _mm##bits##_storeu_ps(part + (c * PANEL_ROWS + r * HIGH) * LANES, l[r][c]);       \
+    }                                                                                             \
+    CALL_##bits void float_tile_##bits(const Format *f, const Panel *p, int row, const Acts *x,   \
+                                       int column, int len, float *part) {                        \
+        enum { ALL = FLOATS_##bits, SOME = (ALL + 1) / 2 };                                       \
+        const int end = MIN(column + ALL, x->n);                                                  \
+        (void)f;                                                                                  \
+        for (int c = column, cols; c < end; c += cols) {                                          \
+            const float *in = x->x + c * x->ldx;                                                  \
+            cols = end - c == ALL ? ALL : end - c >= SOME ? SOME : 1;                             \
+            for (int r = row; r < row + bits / 16; r += bits / 64) {                              \
+                const float *w = p->w[r / 2][0][0];                                               \
+                float *to = part + (c * PANEL_ROWS + r) * LANES;                                  \
+                if (cols == ALL) float_steps_##bits(ALL, w, in, x->ldx, len, to);                 \
+                else if (cols == SOME) float_steps_##bits(SOME, w, in, x->ldx, len, to);          \
+                else float_steps_##bits(1, w, in, x->ldx, len, to);                               \
+            }                                                                                     \
+        }                                                                                         \
     }
-    return a;
-}
+FLOAT_TILE(256)
+FLOAT_TILE(512)
 
-AVX2 void pairs_avx2(const int16_t (*w)[2], const int16_t *const *q, int at, __m256i s[TILE][2]) {
-    __m256i w0 = load32(w), w1 = load32(w + 8);
-    UNROLL for (int c = 0; c < TILE; c++) {
-        int32_t two;
-        memcpy(&two, q[c] + at, 4);
-        __m256i v = _mm256_set1_epi32(two);
-        s[c][0] = _mm256_add_epi32(s[c][0], _mm256_madd_epi16(w0, v));
-        s[c][1] = _mm256_add_epi32(s[c][1], _mm256_madd_epi16(w1, v));
-        KEEP(s[c][0]);
-        KEEP(s[c][1]);
+// Integers: pairs of weights of all rows lie side by side; a pair of activations is broadcast and
+// multiplied with all. part[tile][lane][column][row]. pair_: one pair times all columns. step_: a
+// block is done, lane += dx * scale * sum. w is the first of the two registers' rows in the panel,
+// the second's are `next` bytes on.
+#define QUANTISED_TILE(bits)                                                                      \
+    INLINE_##bits void pair_##bits(int cols, const int16_t *w0, const int16_t *w1,                \
+                                   const int16_t *const *q, int at,                               \
+                                   __m##bits##i s[INTEGERS_##bits][2]) {                          \
+        __m##bits##i v0 = _mm##bits##_loadu_si##bits((const void *)w0);                           \
+        __m##bits##i v1 = _mm##bits##_loadu_si##bits((const void *)w1);                           \
+        UNROLL for (int c = 0; c < cols; c++) {                                                   \
+            int32_t two;                                                                          \
+            memcpy(&two, q[c] + at, 4);                                                           \
+            __m##bits##i x = _mm##bits##_set1_epi32(two);                                         \
+            s[c][0] = pairs_add_##bits(s[c][0], v0, x);                                           \
+            s[c][1] = pairs_add_##bits(s[c][1], v1, x);                                           \
+        }                                                                                         \
+    }                                                                                             \
+    INLINE_##bits void step_##bits(int cols, __m##bits##i s[INTEGERS_##bits][2],                  \
+                                   const float *scale0, const float *scale1,                      \
+                                   const float *const *dx, int block, float *lane) {              \
+        UNROLL for (int c = 0; c < cols; c++) {                                                   \
+            const __m##bits d = _mm##bits##_set1_ps(dx[c][block]);                                \
+            UNROLL for (int i = 0; i < 2; i++, lane += bits / 32) {                               \
+                __m##bits w = _mm##bits##_mul_ps(d, _mm##bits##_loadu_ps(i ? scale1 : scale0));   \
+                __m##bits v = _mm##bits##_cvtepi32_ps(s[c][i]);                                   \
+                v = _mm##bits##_fmadd_ps(w, v, _mm##bits##_loadu_ps(lane));                       \
+                _mm##bits##_storeu_ps(lane, v);                                                   \
+                s[c][i] = _mm##bits##_setzero_si##bits();                                         \
+            }                                                                                     \
+        }                                                                                         \
+    }                                                                                             \
+    INLINE_##bits void blocks_##bits(int cols, int scales, int minimum, const Panel *p, int row,  \
+                                     const Acts *x, int column, int len, float *part) {           \
+        enum { COLS = INTEGERS_##bits, ROWS = bits / 16 };                                        \
+        const int h0 = row / 16, h1 = (row + ROWS / 2) / 16, r1 = ROWS / 2 % 16;                  \
+        const int16_t *q[COLS];                                                                   \
+        const float *dx[COLS];                                                                    \
+        const int32_t *sum[COLS];                                                                 \
+        __m##bits##i s[COLS][2];                                                                  \
+        UNROLL for (int c = 0; c < cols; c++) {                                                   \
+            const int64_t at = MIN(column + c, x->n - 1); /* past the last: for nobody */         \
+            q[c] = x->q + at * x->ldq;                                                            \
+            dx[c] = x->dx + at * x->ldb;                                                          \
+            sum[c] = x->sum + 2 * at * x->ldb;                                                    \
+            s[c][0] = s[c][1] = _mm##bits##_setzero_si##bits();                                   \
+        }                                                                                         \
+        for (int b = 0; b < len / 32; b++) {                                                      \
+            float *lane = part + (column * PANEL_ROWS + row * COLS) * LANES + b % 8 * COLS * ROWS;\
+            UNROLL for (int h = 0; h < scales; h++) { /* pairs of a half: 0-3, 8-11; 4-7, 12-15 */\
+                const int n = 8 / scales, k = n * h;                                              \
+                UNROLL for (int i = k; i < k + n; i++)                                            \
+                    pair_##bits(cols, p->half[h0].q[b][i][0], p->half[h1].q[b][i][r1], q, 2 * i,  \
+                                s);                                                               \
+                UNROLL for (int i = 8 + k; i < 8 + k + n; i++)                                    \
+                    pair_##bits(cols, p->half[h0].q[b][i][0], p->half[h1].q[b][i][r1], q, 2 * i,  \
+                                s);                                                               \
+                step_##bits(cols, s, p->half[h0].s[b][h], p->half[h1].s[b][h] + r1, dx, b, lane); \
+            }                                                                                     \
+            if (minimum) {                                                                        \
+                UNROLL for (int c = 0; c < cols; c++)                                             \
+                    s[c][0] = s[c][1] = _mm##bits##_set1_epi32(sum[c][b] + sum[c][b + x->ldb]);   \
+                step_##bits(cols, s, p->half[h0].m[b], p->half[h1].m[b] + r1, dx, b, lane);       \
+            }                                                                                     \
+            UNROLL for (int c = 0; c < cols; c++) q[c] += 32;                                     \
+        }                                                                                         \
+    }                                                                                             \
+    CALL_##bits void quantised_tile_##bits(const Format *f, const Panel *p, int row,              \
+                                           const Acts *x, int column, int len, float *part) {     \
+        enum { ALL = INTEGERS_##bits };                                                           \
+        const bool few = x->n - column <= 4 && ALL > 4;                                           \
+        if (f->scales == 2)                                                                       \
+            if (few) blocks_##bits(4, 2, 0, p, row, x, column, len, part);                        \
+            else blocks_##bits(ALL, 2, 0, p, row, x, column, len, part);                          \
+        else if (f->minimum)                                                                      \
+            if (few) blocks_##bits(4, 1, 1, p, row, x, column, len, part);                        \
+            else blocks_##bits(ALL, 1, 1, p, row, x, column, len, part);                          \
+        else if (few) blocks_##bits(4, 1, 0, p, row, x, column, len, part);                       \
+        else blocks_##bits(ALL, 1, 0, p, row, x, column, len, part);                              \
     }
-}
+QUANTISED_TILE(256)
+QUANTISED_TILE(512)
 
-// A block is done: lane += dx * scale * sum for 16 rows and the columns of the tile
-AVX2 void step_avx2(__m256i s[TILE][2], const float *scale, const float *const *dx, int block,
-                    float *l) {
-    UNROLL for (int c = 0; c < TILE; c++) {
-        __m256 d = _mm256_broadcast_ss(dx[c] + block);
-        UNROLL for (int i = 0; i < 2; i++) {
-            float *lane = l + 16 * c + 8 * i;
-            __m256 w = _mm256_mul_ps(d, _mm256_loadu_ps(scale + 8 * i));
-            __m256 v = _mm256_cvtepi32_ps(s[c][i]);
-            _mm256_storeu_ps(lane, _mm256_fmadd_ps(w, v, _mm256_loadu_ps(lane)));
-            s[c][i] = _mm256_setzero_si256();
-        }
-    }
-}
-
-AVX2 void tile_avx2(int scales, int minimum, const Panel *p, int half, int blocks, const Tile *a,
-                    int64_t ldb, float *lanes) {
-    const int16_t *q[TILE];
-    __m256i s[TILE][2];
-    UNROLL for (int c = 0; c < TILE; c++)
-        q[c] = a->q[c], s[c][0] = s[c][1] = _mm256_setzero_si256();
-    for (int b = 0; b < blocks; b++) {
-        float *l = lanes + b % 8 * TILE * 16;
-        UNROLL for (int h = 0; h < scales; h++) { // pairs of a half: 0-3, 8-11; 4-7, 12-15
-            UNROLL for (int i = 0; i < 8 / scales; i++)
-                pairs_avx2(p->half[half].q[b][4 * h + i], q, 2 * (4 * h + i), s);
-            UNROLL for (int i = 0; i < 8 / scales; i++)
-                pairs_avx2(p->half[half].q[b][8 + 4 * h + i], q, 2 * (8 + 4 * h + i), s);
-            step_avx2(s, p->half[half].s[b][h], a->dx, b, l);
-        }
-        if (minimum) {
-            UNROLL for (int c = 0; c < TILE; c++)
-                s[c][0] = s[c][1] = _mm256_set1_epi32(a->sum[c][b] + a->sum[c][b + ldb]);
-            step_avx2(s, p->half[half].m[b], a->dx, b, l);
-        }
-        UNROLL for (int c = 0; c < TILE; c++) q[c] += 32;
-    }
-}
-
-AVX2_CALL MULTIPLY(quantised_multiply_avx2) {
-    for (int half = 0; half < PANEL_ROWS / 16; half++)
-        for (int c = 0; c < n; c += TILE) {
-            float *lanes = part + (2 * c + half * TILE) * LANES * 16;
-            Tile a = tile_at(x, first + c, n - c, k);
-            if (f->scales == 2) tile_avx2(2, 0, p, half, len / 32, &a, x->ldb, lanes);
-            else if (f->minimum) tile_avx2(1, 1, p, half, len / 32, &a, x->ldb, lanes);
-            else tile_avx2(1, 0, p, half, len / 32, &a, x->ldb, lanes);
+AVX2_CALL void float_fold(const PanelKernels *k, const float *part, int n, int rows, bool more,
+                          float *y, int64_t ldy) {
+    (void)k;
+    for (int c = 0; c < n; c++)
+        for (int r = 0; r < rows; r++) {
+            float sum = lanes_fold_avx2(_mm256_loadu_ps(part + (c * PANEL_ROWS + r) * LANES));
+            y[c * ldy + r] = more ? y[c * ldy + r] + sum : sum;
         }
 }
 
-AVX2 void quantised_fold(int tile, const float *part, int n, int rows, float *y, int64_t ldy) {
+AVX2_CALL void quantised_fold(const PanelKernels *k, const float *part, int n, int rows, bool more,
+                              float *y, int64_t ldy) {
+    const int s = k->columns * k->rows; // from lane to lane
+    (void)more;
     for (int c = 0; c < n; c++)
         for (int r = 0; r < rows; r += 8) {
-            const int at = (c / tile * 2 + r / 16) * LANES * tile + c % tile;
-            const float *p = part + at * 16 + r % 16;
-            __m256 l[LANES];
+            const int tile = (c / k->columns * PANEL_ROWS / k->rows + r / k->rows) * LANES * s;
+            const float *l = part + tile + c % k->columns * k->rows + r % k->rows;
             float out[8];
-            UNROLL for (int i = 0; i < LANES; i++) l[i] = _mm256_loadu_ps(p + i * tile * 16);
-            UNROLL for (int i = 0; i < 4; i++) l[i] = _mm256_add_ps(l[i], l[i + 4]);
-            l[0] = _mm256_add_ps(_mm256_add_ps(l[0], l[2]), _mm256_add_ps(l[1], l[3]));
-            _mm256_storeu_ps(out, l[0]);
+            for (int i = 0; i < 8; i++, l++)
+                out[i] = ((l[0] + l[4 * s]) + (l[2 * s] + l[6 * s])) +
+                         ((l[s] + l[5 * s]) + (l[3 * s] + l[7 * s]));
             memcpy(y + c * ldy + r, out, sizeof(float) * (size_t)MIN(8, rows - r));
         }
 }
-
-AVX2_CALL FOLD(quantised_fold_avx2) { (void)more, quantised_fold(TILE, part, n, rows, y, ldy); }
-
-// ---- AVX-512: panels only, both halves at once and more columns a tile. A dot waits for memory:
-// there AVX2 is enough. Layouts and loaders are AVX2's too.
-#define AVX512_TARGET \
-    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
-#define AVX512 AVX512_TARGET __attribute__((always_inline)) static inline
-#define AVX512_CALL AVX512_TARGET __attribute__((noinline)) static
-enum { FLOAT_TILE_512 = 6 }; // columns; a tile is 8 rows high, a register eight lanes of two rows
-
-AVX512 void float_steps_512(int cols, const float *w, int len, const float *x, int64_t ldx,
-                            __m512 l[4][FLOAT_TILE_512]) {
-    for (int i = 0; i < len / 8; i++) {
-        __m512 v[4];
-        UNROLL for (int r = 0; r < 4; r++) {
-            v[r] = _mm512_loadu_ps(w + r * PANEL_K * 2 + 16 * i);
-            KEEP(v[r]);
-        }
-        UNROLL for (int c = 0; c < cols; c++) {
-            __m512 in = _mm512_broadcast_f32x8(_mm256_loadu_ps(x + c * ldx + 8 * i));
-            UNROLL for (int r = 0; r < 4; r++) l[r][c] = _mm512_fmadd_ps(v[r], in, l[r][c]);
-        }
-    }
-}
-
-AVX512 void float_tile_512(int cols, const float *w, int len, const float *x, int64_t ldx,
-                           float *acc) {
-    __m512 l[4][FLOAT_TILE_512];
-    UNROLL for (int r = 0; r < 4; r++)
-        UNROLL for (int c = 0; c < cols; c++)
-            l[r][c] = _mm512_loadu_ps(acc + (c * PANEL_ROWS + 2 * r) * LANES);
-    float_steps_512(cols, w, len, x, ldx, l);
-    if (len % 8) {
-        float rest[FLOAT_TILE_512 * 8];
-        rest_copy(cols, x, ldx, len, rest);
-        float_steps_512(cols, w + len / 8 * 16, 8, rest, 8, l);
-    }
-    UNROLL for (int r = 0; r < 4; r++)
-        UNROLL for (int c = 0; c < cols; c++)
-            _mm512_storeu_ps(acc + (c * PANEL_ROWS + 2 * r) * LANES, l[r][c]);
-}
-
-AVX512_CALL MULTIPLY(float_multiply_512) {
-    (void)f;
-    for (int c = 0, cols; c < n; c += cols) {
-        cols = n - c >= FLOAT_TILE_512 ? FLOAT_TILE_512 : n - c >= 3 ? 3 : 1;
-        for (int row = 0; row < PANEL_ROWS; row += 8) {
-            const float *w = p->w[row / 2][0][0], *in = x->x + (first + c) * x->ldx + k;
-            float *acc = part + (c * PANEL_ROWS + row) * LANES;
-            if (cols == FLOAT_TILE_512) float_tile_512(FLOAT_TILE_512, w, len, in, x->ldx, acc);
-            else if (cols == 3) float_tile_512(3, w, len, in, x->ldx, acc);
-            else float_tile_512(1, w, len, in, x->ldx, acc);
-        }
-    }
-}
-
-AVX512 void pairs_512(int cols, const Panel *p, int b, int pair, const Tile *a,
-                      __m512i s[TILE_512][2]) {
-    __m512i w0 = _mm512_loadu_si512(p->half[0].q[b][pair]);
-    __m512i w1 = _mm512_loadu_si512(p->half[1].q[b][pair]);
-    UNROLL for (int c = 0; c < cols; c++) {
-        int32_t two;
-        memcpy(&two, a->q[c] + 32 * b + 2 * pair, 4);
-        __m512i v = _mm512_set1_epi32(two);
-        s[c][0] = _mm512_dpwssd_epi32(s[c][0], w0, v);
-        s[c][1] = _mm512_dpwssd_epi32(s[c][1], w1, v);
-    }
-}
-
-AVX512 void step_512(int cols, __m512i s[TILE_512][2], const float *scale0, const float *scale1,
-                     const float *const *dx, int block, float *l) {
-    UNROLL for (int c = 0; c < cols; c++) {
-        __m512 d = _mm512_set1_ps(dx[c][block]);
-        UNROLL for (int i = 0; i < 2; i++) {
-            float *lane = l + 16 * c + i * LANES * TILE_512 * 16;
-            __m512 w = _mm512_mul_ps(d, _mm512_loadu_ps(i ? scale1 : scale0));
-            __m512 v = _mm512_fmadd_ps(w, _mm512_cvtepi32_ps(s[c][i]), _mm512_loadu_ps(lane));
-            _mm512_storeu_ps(lane, v);
-            s[c][i] = _mm512_setzero_si512();
-        }
-    }
-}
-
-AVX512 void tile_512(int cols, int scales, int minimum, const Panel *p, int blocks, const Tile *a,
-                     int64_t ldb, float *lanes) {
-    __m512i s[TILE_512][2];
-    UNROLL for (int c = 0; c < cols; c++) s[c][0] = s[c][1] = _mm512_setzero_si512();
-    for (int b = 0; b < blocks; b++) {
-        float *l = lanes + b % 8 * TILE_512 * 16;
-        UNROLL for (int h = 0; h < scales; h++) {
-            UNROLL for (int i = 0; i < 8 / scales; i++) pairs_512(cols, p, b, 4 * h + i, a, s);
-            UNROLL for (int i = 0; i < 8 / scales; i++) pairs_512(cols, p, b, 8 + 4 * h + i, a, s);
-            step_512(cols, s, p->half[0].s[b][h], p->half[1].s[b][h], a->dx, b, l);
-        }
-        if (minimum) {
-            UNROLL for (int c = 0; c < cols; c++)
-                s[c][0] = s[c][1] = _mm512_set1_epi32(a->sum[c][b] + a->sum[c][b + ldb]);
-            step_512(cols, s, p->half[0].m[b], p->half[1].m[b], a->dx, b, l);
-        }
-    }
-}
-
-AVX512 void tiles_512(int scales, int minimum, const Panel *p, int blocks, const Acts *x, int first,
-                      int n, int64_t k, float *part) {
-    for (int c = 0; c < n; c += TILE_512) {
-        float *lanes = part + 2 * c * LANES * 16;
-        Tile a = tile_at(x, first + c, n - c, k);
-        if (n - c <= 4) tile_512(4, scales, minimum, p, blocks, &a, x->ldb, lanes);
-        else tile_512(TILE_512, scales, minimum, p, blocks, &a, x->ldb, lanes);
-    }
-}
-
-AVX512_CALL MULTIPLY(quantised_multiply_512) {
-    if (f->scales == 2) tiles_512(2, 0, p, len / 32, x, first, n, k, part);
-    else if (f->minimum) tiles_512(1, 1, p, len / 32, x, first, n, k, part);
-    else tiles_512(1, 0, p, len / 32, x, first, n, k, part);
-}
-
-AVX2_CALL FOLD(quantised_fold_512) { (void)more, quantised_fold(TILE_512, part, n, rows, y, ldy); }
 #define VECTOR(name) name
 #else
 #define VECTOR(name) NULL
 #endif
 
 // ---- the tables
-typedef struct {
-    int above; // so many columns, panels are faster than dots (measured)
-    PACK((*pack));
-    MULTIPLY((*multiply));
-    FOLD((*fold));
-} PanelKernels;
-
 static const struct {
-    QUANTISE((*quantise));
+    void (*quantise)(const Acts *a, int row);
     PanelKernels panel[2]; // of floats, of integers
 } kernels[ISA_COUNT] = {
-    {quantise_c, {{INT_MAX, NULL, NULL, NULL}, {INT_MAX, NULL, NULL, NULL}}},
+    {quantise_c, {{.above = INT_MAX}, {.above = INT_MAX}}},
 #ifdef HAVE_X86
     {quantise_avx2,
-     {{16, float_pack_avx2, float_multiply_avx2, float_fold_avx2},
-      {6, quantised_pack_avx2, quantised_multiply_avx2, quantised_fold_avx2}}},
+     {{16, 16, FLOATS_256, float_pack, float_tile_256, float_fold},
+      {6, 16, INTEGERS_256, quantised_pack, quantised_tile_256, quantised_fold}}},
     {quantise_avx2,
-     {{12, float_pack_avx2, float_multiply_512, float_fold_avx2},
-      {4, quantised_pack_avx2, quantised_multiply_512, quantised_fold_512}}},
+     {{12, 32, FLOATS_512, float_pack, float_tile_512, float_fold},
+      {4, 32, INTEGERS_512, quantised_pack, quantised_tile_512, quantised_fold}}},
 #endif
 };
 
@@ -1516,8 +1405,8 @@ static const Format formats[F_COUNT] = {
     FLOATS(X)
 #undef X
     {"bin", 1000, 1, 1, false, 0, 1, 0, NULL, NULL, bin_expand, {float_dot_c, NULL}},
-#define X(name, id, block, bytes, offset, scales, minimum, load)             \
-    {#name, id, block, bytes, true, offset, scales, minimum, name##_open,    \
+#define X(name, id, block, bytes, offset, scales, minimum, open, load)       \
+    {#name, id, block, bytes, true, offset, scales, minimum, open,           \
      VECTOR(name##_group), quantised_expand, {quantised_dot_c, VECTOR(name##_dot)}},
     QUANTISED(X)
 #undef X
@@ -1547,25 +1436,31 @@ static int isa_best(void) {
 }
 /* ---- vector primitives: the hot loops that are not matrix products
  *
- * Written once as plain loops over eight lanes and compiled once per instruction set: the body is
- * inlined into a function that carries the target. Where the compiler would not find the vector
- * form by itself (exp, attention over a half precision cache) the AVX2 form stands beside it and
- * does the same operations in the same order, so the bits are the same.
+ * Plain loops over eight lanes. The sum of squares and the maximum are compiled once more for AVX2
+ * from the same text: the body is inlined into a function that carries the target. Where compilers
+ * do not find good vector code by themselves (exp, attention over a half precision cache) an AVX2
+ * form stands beside the loop and does the same operations in the same order: the same bits.
  */
-#define INLINE static inline __attribute__((always_inline))
-
-INLINE float fma_or(bool fused, float a, float b, float c) {
-    return fused ? __builtin_fmaf(a, b, c) : a * b + c;
-}
-
 // sum of x[k]^2, lane k mod 8
-INLINE float sum_squares_body(bool fused, const float *x, int64_t n) {
+INLINE float sum_squares(bool fused, const float *x, int64_t n) {
     float l[8] = {0};
     int64_t k = 0;
     for (; k + 8 <= n; k += 8)
         for (int i = 0; i < 8; i++) l[i] = fma_or(fused, x[k + i], x[k + i], l[i]);
     for (int i = 0; k < n; k++, i++) l[i] = fma_or(fused, x[k], x[k], l[i]);
     return lanes_fold(l);
+}
+
+// The largest of x[from] ... x[to - 1]; any order gives the same
+INLINE float row_max(const float *x, int64_t from, int64_t to) {
+    float l[8];
+    int64_t k = from;
+    for (int i = 0; i < 8; i++) l[i] = x[from];
+    for (; k + 8 <= to; k += 8)
+        for (int i = 0; i < 8; i++) l[i] = MAX(x[k + i], l[i]);
+    for (int i = 0; k < to; k++, i++) l[i] = MAX(x[k], l[i]);
+    for (int i = 1; i < 8; i++) l[0] = MAX(l[i], l[0]);
+    return l[0];
 }
 
 // EXP of the definition. x = n ln 2 + r with n a whole number and |r| <= ln 2 / 2; e^r by its
@@ -1578,7 +1473,7 @@ INLINE float sum_squares_body(bool fused, const float *x, int64_t n) {
 #define LN2_HIGH 0.693359375f           // few bits: n * LN2_HIGH is exact
 #define LN2_LOW -2.12194440e-4f
 
-INLINE float exp_body(bool fused, float x) {
+INLINE float exp_one(bool fused, float x) {
     x = EXP_LOW > x ? EXP_LOW : x;
     x = EXP_HIGH < x ? EXP_HIGH : x;
     float t = fma_or(fused, x, LOG2_E, EXP_ROUND), n = t - EXP_ROUND;
@@ -1599,24 +1494,18 @@ INLINE float exp_body(bool fused, float x) {
 }
 
 // x[i] = EXP(x[i] - max) for from <= i < to, and their sum in lane i mod 8
-INLINE float exps_body(bool fused, float *x, int64_t from, int64_t to, float max) {
+INLINE float exps(bool fused, float *x, int64_t from, int64_t to, float max) {
     float l[8] = {0};
     for (int64_t i = from; i < to; i++) {
-        x[i] = exp_body(fused, x[i] - max);
+        x[i] = exp_one(fused, x[i] - max);
         l[i & 7] += x[i];
     }
     return lanes_fold(l);
 }
 
 // out = silu(gate) * up
-INLINE void swiglu_body(bool fused, float *out, const float *gate, const float *up, int64_t n) {
-    for (int64_t i = 0; i < n; i++) out[i] = gate[i] / (1.0f + exp_body(fused, -gate[i])) * up[i];
-}
-
-INLINE float row_max_body(const float *x, int64_t from, int64_t to) { // any order gives the same
-    float max = x[from];
-    for (int64_t i = from; i < to; i++) max = x[i] > max ? x[i] : max;
-    return max;
+INLINE void swiglu(bool fused, float *out, const float *gate, const float *up, int64_t n) {
+    for (int64_t i = 0; i < n; i++) out[i] = gate[i] / (1.0f + exp_one(fused, -gate[i])) * up[i];
 }
 
 /* Attention over the cache of one kv head. Keys lie eight positions to a block, [block][d][8], so
@@ -1631,14 +1520,15 @@ INLINE float kv_at(const void *p, bool half, int64_t i) {
 }
 
 // out[j][8 b + lane] for nq queries q[j][d] and blocks from <= b < to
-INLINE void scores_body(bool fused, bool half, const float *const *q, int nq, const void *keys,
-                        int d, int64_t from, int64_t to, float scale, float *const *out) {
+static void scores_c(bool half, const float *const *q, int nq, const void *keys,
+                     int d, int64_t from, int64_t to, float scale, float *const *out) {
     for (int64_t b = from; b < to; b++)
         for (int j = 0; j < nq; j++) {
             float l[8] = {0};
             for (int k = 0; k < d; k++)
                 for (int i = 0; i < 8; i++)
-                    l[i] = fma_or(fused, q[j][k], kv_at(keys, half, (b * d + k) * 8 + i), l[i]);
+                    l[i] = fma_or(FMA_IS_FAST, q[j][k], kv_at(keys, half, (b * d + k) * 8 + i),
+                                  l[i]);
             for (int i = 0; i < 8; i++) out[j][8 * b + i] = l[i] * scale;
         }
 }
@@ -1665,40 +1555,31 @@ typedef struct { // the primitives of one instruction set
                 int64_t from, int64_t to, float *const *out);
 } VecOps;
 
-static float sum_squares_c(const float *x, int64_t n) { return sum_squares_body(FMA_IS_FAST, x, n); }
+static float sum_squares_c(const float *x, int64_t n) { return sum_squares(FMA_IS_FAST, x, n); }
+
+static float row_max_c(const float *x, int64_t from, int64_t to) { return row_max(x, from, to); }
+
 static float exps_c(float *x, int64_t from, int64_t to, float max) {
-    return exps_body(FMA_IS_FAST, x, from, to, max);
+    return exps(FMA_IS_FAST, x, from, to, max);
 }
-static float row_max_c(const float *x, int64_t from, int64_t to) {
-    return row_max_body(x, from, to);
-}
+
 static void swiglu_c(float *out, const float *gate, const float *up, int64_t n) {
-    swiglu_body(FMA_IS_FAST, out, gate, up, n);
+    swiglu(FMA_IS_FAST, out, gate, up, n);
 }
-static void scores_c(bool half, const float *const *q, int nq, const void *keys, int d,
-                     int64_t from, int64_t to, float scale, float *const *out) {
-    scores_body(FMA_IS_FAST, half, q, nq, keys, d, from, to, scale, out);
-}
+
 static void mix_c(bool half, const float *const *e, int nq, const void *values, int d, int64_t from,
                   int64_t to, float *const *out) {
     mix_body(FMA_IS_FAST, half, e, nq, values, d, 0, from, to, out);
 }
 
 #ifdef HAVE_X86
-AVX2_CALL float sum_squares_avx2(const float *x, int64_t n) {
-    __m256 s = _mm256_setzero_ps();
-    int64_t k = 0;
-    for (; k + 8 <= n; k += 8) {
-        __m256 v = _mm256_loadu_ps(x + k);
-        s = _mm256_fmadd_ps(v, v, s);
-    }
-    float l[8];
-    _mm256_storeu_ps(l, s);
-    for (int i = 0; k < n; k++, i++) l[i] = __builtin_fmaf(x[k], x[k], l[i]);
-    return lanes_fold(l);
+AVX2_CALL float sum_squares_avx2(const float *x, int64_t n) { return sum_squares(true, x, n); }
+
+AVX2_CALL float row_max_avx2(const float *x, int64_t from, int64_t to) {
+    return row_max(x, from, to);
 }
 
-AVX2 __m256 exp_avx2(__m256 x) { // exp_body, eight at a time
+AVX2 __m256 exp_avx2(__m256 x) { // exp_one, eight at a time
     x = _mm256_max_ps(_mm256_set1_ps(EXP_LOW), x);
     x = _mm256_min_ps(_mm256_set1_ps(EXP_HIGH), x);
     __m256 t = _mm256_fmadd_ps(x, _mm256_set1_ps(LOG2_E), _mm256_set1_ps(EXP_ROUND));
@@ -1721,7 +1602,7 @@ AVX2 __m256 exp_avx2(__m256 x) { // exp_body, eight at a time
 AVX2_CALL float exps_avx2(float *x, int64_t from, int64_t to, float max) {
     float l[8] = {0};
     int64_t i = from;
-    for (; i < to && (i & 7); i++) l[i & 7] += x[i] = exp_body(true, x[i] - max);
+    for (; i < to && (i & 7); i++) l[i & 7] += x[i] = exp_one(true, x[i] - max);
     __m256 sum = _mm256_loadu_ps(l);
     for (; i + 8 <= to; i += 8) {
         __m256 e = exp_avx2(_mm256_sub_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(max)));
@@ -1729,18 +1610,8 @@ AVX2_CALL float exps_avx2(float *x, int64_t from, int64_t to, float max) {
         sum = _mm256_add_ps(sum, e);
     }
     _mm256_storeu_ps(l, sum);
-    for (; i < to; i++) l[i & 7] += x[i] = exp_body(true, x[i] - max);
+    for (; i < to; i++) l[i & 7] += x[i] = exp_one(true, x[i] - max);
     return lanes_fold(l);
-}
-
-AVX2_CALL float row_max_avx2(const float *x, int64_t from, int64_t to) {
-    __m256 m = _mm256_set1_ps(x[from]);
-    int64_t i = from;
-    for (; i + 8 <= to; i += 8) m = _mm256_max_ps(_mm256_loadu_ps(x + i), m);
-    float l[8];
-    _mm256_storeu_ps(l, m);
-    float max = row_max_body(l, 0, 8), rest = i < to ? row_max_body(x, i, to) : max;
-    return rest > max ? rest : max;
 }
 
 AVX2_CALL void swiglu_avx2(float *out, const float *gate, const float *up, int64_t n) {
@@ -1751,7 +1622,7 @@ AVX2_CALL void swiglu_avx2(float *out, const float *gate, const float *up, int64
         __m256 s = _mm256_div_ps(g, _mm256_add_ps(one, exp_avx2(_mm256_xor_ps(g, sign))));
         _mm256_storeu_ps(out + i, _mm256_mul_ps(s, _mm256_loadu_ps(up + i)));
     }
-    swiglu_body(true, out + i, gate + i, up + i, n - i);
+    swiglu(true, out + i, gate + i, up + i, n - i);
 }
 
 AVX2 __m256 kv_load(const void *p, bool half, int64_t i) { // elements i .. i + 7
@@ -1760,7 +1631,7 @@ AVX2 __m256 kv_load(const void *p, bool half, int64_t i) { // elements i .. i + 
 }
 
 AVX2 void scores_tile(int nq, bool half, const float *const *q, const void *keys, int d,
-                             int64_t from, int64_t to, float scale, float *const *out) {
+                      int64_t from, int64_t to, float scale, float *const *out) {
     for (int64_t b = from; b < to; b += 2) { // a pair of blocks keeps the units busy
         bool pair = b + 1 < to;
         int64_t at = b * d * 8, next = pair ? at + 8 * d : at;
@@ -1785,7 +1656,7 @@ AVX2 void scores_tile(int nq, bool half, const float *const *q, const void *keys
 
 // V vectors of eight dimensions, from dimension k on, for nq queries: V * nq sums stay in registers
 AVX2 void mix_tile(int nq, bool half, int V, const float *const *e, const void *values, int d,
-                          int k, int64_t from, int64_t to, float *const *out) {
+                   int k, int64_t from, int64_t to, float *const *out) {
     __m256 s[QUERY_TILE][4];
     for (int j = 0; j < nq; j++)
         for (int v = 0; v < V; v++) s[j][v] = _mm256_loadu_ps(out[j] + k + 8 * v);
@@ -1804,7 +1675,7 @@ AVX2 void mix_tile(int nq, bool half, int V, const float *const *e, const void *
 }
 
 AVX2 void mix_queries(int nq, bool half, const float *const *e, const void *values, int d,
-                             int64_t from, int64_t to, float *const *out) {
+                      int64_t from, int64_t to, float *const *out) {
     int k = 0;
     if (nq <= 2) // more dimensions at once where there are fewer queries
         for (; k + 32 <= d; k += 32) mix_tile(nq, half, 4, e, values, d, k, from, to, out);
@@ -1877,46 +1748,44 @@ static Acts acts_at(uint8_t *mem, int n, int64_t cols) { // mem: 64-byte aligned
     return a;
 }
 
-// After row `row` of a->x was filled; rows are independent. Needed where quantised weights are met.
+// After row `row` of a->x was filled; rows are independent. Float kernels walk eight floats at a
+// time: what follows the row must be 0, not a stranger's NaN.
 static void acts_quantise(int isa, Acts *a, int row) {
+    for (int64_t k = a->cols; k % 8; k++) a->x[row * a->ldx + k] = 0;
     if (a->cols % 32) return;
-    int64_t blocks = a->cols / 32, padded = (blocks + 7) / 8 * 8;
+    kernels[isa].quantise(a, row);
     int16_t *q = a->q + row * a->ldq;
-    float *dx = a->dx + row * a->ldb;
     int32_t *sum = a->sum + 2 * row * a->ldb;
-    kernels[isa].quantise(a->x + row * a->ldx, blocks, q, dx, sum, a->ldb);
-    memset(q + 32 * blocks, 0, (size_t)(padded - blocks) * 64);
-    for (int64_t j = blocks; j < padded; j++) dx[j] = 0, sum[j] = sum[j + a->ldb] = 0;
+    for (int64_t j = a->cols / 32; j % 8; j++) { // integer kernels walk eight blocks at a time
+        memset(q + 32 * j, 0, 64);
+        a->dx[row * a->ldb + j] = 0, sum[j] = sum[j + a->ldb] = 0;
+    }
 }
-
-typedef struct { // y[i * ldy + r] = row r of w times row i of x
-    const Tensor *w;
-    float *y;
-    int64_t ldy;
-} Product;
 
 typedef struct {
     Panel panel;
-    float part[PANEL_COLUMNS * PANEL_ROWS * LANES];
+    float part[(PANEL_COLUMNS + 7) * PANEL_ROWS * LANES]; // the last tile may be wider than needed
 } Scratch;
 
 static size_t matmul_scratch(void) { return sizeof(Scratch); } // bytes of Worker.scratch
 
 enum { STREAM_ROWS = 16 }; // rows of each of the four streams in a ticket
 
-static bool by_panels(const Worker *w, const Acts *x, const Format *f) {
+// Rows that are no multiple of eight have no vector dot.
+static bool by_panels(const Worker *w, const Acts *x, const Tensor *t) {
     int isa = w->team->isa;
-    return isa != ISA_C && (x->n > kernels[isa].panel[f->quantised].above || !f->dot[1]);
+    return isa != ISA_C && (x->n > kernels[isa].panel[t->format->quantised].above ||
+                            !t->format->dot[1] || t->cols % LANES);
 }
 
 // Rows a ticket. Small matrices are cut finer, so that no thread waits long for the last ticket.
 static int64_t ticket_rows(const Worker *w, const Acts *x, const Tensor *t) {
-    if (by_panels(w, x, t->format)) return PANEL_ROWS;
+    if (by_panels(w, x, t)) return PANEL_ROWS;
     return MAX(4, MIN(STREAM_ROWS, t->rows / 4 / (8 * w->team->n)));
 }
 
 static long product_tickets(const Worker *w, const Acts *x, const Tensor *t) {
-    int64_t rows = by_panels(w, x, t->format) ? t->rows : (t->rows + 3) / 4;
+    int64_t rows = by_panels(w, x, t) ? t->rows : (t->rows + 3) / 4;
     int64_t each = ticket_rows(w, x, t);
     return (long)((rows + each - 1) / each);
 }
@@ -1925,13 +1794,23 @@ static long product_tickets(const Worker *w, const Acts *x, const Tensor *t) {
 static void product_dots(const Worker *w, const Acts *x, const Product *p, long ticket) {
     const Tensor *t = p->w;
     const int64_t quarter = (t->rows + 3) / 4, each = ticket_rows(w, x, t);
-    DOT((*dot)) = t->format->dot[w->team->isa != ISA_C];
+    Dot *dot = t->format->dot[w->team->isa != ISA_C];
     for (int64_t i = ticket * each; i < MIN(quarter, (ticket + 1) * each); i++) {
         int64_t row[4];
         for (int r = 0; r < 4; r++) row[r] = MIN(t->rows - 1, i + r * quarter);
-        for (int c = 0; c < x->n; c += COLUMNS)
-            dot(t, row, x, c, MIN(COLUMNS, x->n - c), p->y, p->ldy);
+        for (int c = 0; c < x->n; c += COLUMNS) dot(p, row, x, c, MIN(COLUMNS, x->n - c));
     }
+}
+
+// x from row `first` and element k (a multiple of 32) on
+static Acts acts_part(const Acts *x, int first, int n, int64_t k) {
+    Acts a = *x;
+    a.n = n;
+    a.x += first * x->ldx + k;
+    a.q += first * x->ldq + k;
+    a.dx += first * x->ldb + k / 32;
+    a.sum += 2 * first * x->ldb + k / 32;
+    return a;
 }
 
 // PANEL_ROWS rows against all columns, PANEL_COLUMNS at a time so that their lanes stay near.
@@ -1949,12 +1828,15 @@ static void product_panels(const Worker *w, const Acts *x, const Product *p, lon
         float *y = p->y + first * p->ldy + row;
         for (int64_t at = 0; at < t->cols; at += step) {
             const int len = (int)MIN(step, t->cols - at);
+            const Acts part = acts_part(x, first, n, at);
             if (at % fold_every == 0)
-                memset(s->part, 0, sizeof(float) * PANEL_ROWS * LANES * (size_t)((n + 7) / 8 * 8));
+                memset(s->part, 0, sizeof(float) * PANEL_ROWS * LANES * (size_t)(n + 7));
             k->pack(t, row, at, len, &s->panel);
-            k->multiply(t->format, &s->panel, x, first, n, at, len, s->part);
+            for (int r = 0; r < PANEL_ROWS; r += k->rows)
+                for (int c = 0; c < n; c += k->columns)
+                    k->tile(t->format, &s->panel, r, &part, c, len, s->part);
             if ((at + len) % fold_every == 0 || at + len == t->cols)
-                k->fold(s->part, n, rows, at >= fold_every, y, p->ldy);
+                k->fold(k, s->part, n, rows, at >= fold_every, y, p->ldy);
         }
     }
 }
@@ -1967,7 +1849,7 @@ static void matmul(Worker *w, const Acts *x, const Product *list, int count) {
         for (; i < count && ticket >= (tickets = product_tickets(w, x, list[i].w)); i++)
             ticket -= tickets;
         if (i == count) break;
-        if (by_panels(w, x, list[i].w->format)) product_panels(w, x, &list[i], ticket);
+        if (by_panels(w, x, list[i].w)) product_panels(w, x, &list[i], ticket);
         else product_dots(w, x, &list[i], ticket);
     }
     team_wait(w->team);

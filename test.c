@@ -108,6 +108,7 @@ static Reader fixture(const char *name) { // under tests/
 // The next line of a text fixture, without its end; false at the end. Lines that begin with # are
 // notes.
 static bool next_line(Reader *r, Span *line) {
+    *line = SPAN("");
     do {
         if (r->at >= r->size) return false;
         const char *p = (const char *)r->base + r->at, *end = memchr(p, '\n', r->size - r->at);
