@@ -1,5 +1,38 @@
-/* run.c: today's open language models in one C file.
- * PREFACE
+/* run.c: today's open language models in one C file. MIT licence.
+ *
+ *   cc -O3 run.c -o run -lm                        add -fopenmp for threads
+ *   ./run models/story.gguf -i "Once upon a time"  a GGUF, or a .bin of llama2.c
+ *   ./run models/real/smollm2.gguf -m chat         a conversation
+ *
+ * A model file is mapped, its vocabulary indexed, a prompt turned into numbers, and then one
+ * function, forward(), is called until the text ends. C is written bottom-up, so the file reads
+ * that way too. In a hurry: chapter 4 (what a model is), 6 (one forward pass), 10 (sessions), 13
+ * (modes).
+ *
+ *    1  Ground                  strings, maps, a careful reader, files, Ctrl-C, the team of threads
+ *    2  Numbers on disk         weight formats, and all code that knows an instruction set
+ *    3  Vectors and matrices    activations, the matrix product
+ *    7  Letters                 UTF-8, classes of letters, the splitters of tokenizers
+ *    8  Tokens                  vocabularies, encoding, decoding, what may be shown when
+ *    4  Anatomy of a model      Config, Layer, Model
+ *    5  Opening files           llama2.c's .bin, GGUF
+ *    6  One forward pass        cache, attention, feed-forward
+ *    9  Choosing a token        penalty, temperature, top-k, min-p, top-p
+ *   10  Sessions                the list of tokens that the cache agrees with
+ *   12  Manners                 chat templates
+ *   13  Modes                   generate, chat, tokenize, score, bench, info
+ *   14  Command line and main
+ * (11, guessing ahead, is not written yet; 7 and 8 stand before 4 because a Model holds a Vocab.)
+ *
+ * Each addition has one place, with its recipe above it: a weight format (QUANTISED in chapter 2),
+ * an architecture (archs[]), a part of a layer (parts[]), a splitter (pretok[]), a chat form
+ * (templates[]), an option (opts[]), a mode (modes[]).
+ *
+ * House rules: every function static; no mutable global but the interrupt flag; a result is a
+ * defined sequence of IEEE operations, whatever the threads, the batch and the instruction set;
+ * nothing in a file is believed; die() for faults of users and files, assert() for our own; sizes
+ * are size_t or int64_t as soon as two are multiplied; shapes stand beside tensors, rows first;
+ * names are topic first.
  */
 #if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
 #error "run.c promises the same bits everywhere: build it without -ffast-math and -Ofast"
@@ -3965,7 +3998,8 @@ static void session_cache(Session *s) {
     s->cache = xalloc(s->cache_bytes, 1);
 }
 
-// One thread for each core that the process may use; a model so small that threads would mostly wait for each other gets one.
+// One thread for each core that the process may use; a model so small that threads would mostly
+// wait for each other gets one.
 static int default_threads(const Model *m) { return m->weight_bytes < 16000000 ? 1 : core_count(); }
 
 // A session of seq_len positions; logits for `logit_rows` rows at once.
