@@ -301,8 +301,8 @@ static void rd_check(const Reader *r) { // dies if anything went wrong
 }
 
 // ---- files, clock, Ctrl-C, cores: the only platform code
-static Reader
-file_map(const char *name) { // read-only and in place; kept for the life of the process
+// Read-only and in place, kept for the life of the process.
+static Reader file_map(const char *name) {
     int fd = open(name, O_RDONLY | O_CLOEXEC | O_NONBLOCK); // a pipe must not block
     struct stat st;
     if (fd < 0 || fstat(fd, &st) < 0) die("%s: cannot open: %s", name, strerror(errno));
@@ -350,9 +350,12 @@ static void interrupt_arm(void) { // without SA_RESTART, so that a waiting read 
     sigaction(SIGINT, &action, NULL);
 }
 
-static int64_t memory_size(void) { // bytes of the machine's memory
+static int64_t memory_size(void) { // bytes of the machine's memory, as far as it says
+#ifdef _SC_PHYS_PAGES
     long pages = sysconf(_SC_PHYS_PAGES), size = sysconf(_SC_PAGESIZE);
-    return pages > 0 && size > 0 ? (int64_t)pages * size : INT64_MAX;
+    if (pages > 0 && size > 0) return (int64_t)pages * size;
+#endif
+    return INT64_MAX;
 }
 
 static int core_count(void) { // that this process may use
@@ -4164,9 +4167,9 @@ static const Template *template_find(const Model *m, Str *warnings) {
             && (!t->mark[1] || span_has(m->chat_template, t->mark[1])))
             return t;
     }
-    const char *name = !m->gguf                                         ? "llama2"
-                       : tok_find(&m->vocab, SPAN("<|im_start|>")) >= 0 ? "chatml"
-                                                                        : "plain";
+    const char *name = "plain";
+    if (!m->gguf) name = "llama2";
+    else if (tok_find(&m->vocab, SPAN("<|im_start|>")) >= 0) name = "chatml";
     if (m->gguf)
         str_printf(warnings,
                    "%s: %s; the chat uses the form `%s` (--template NAME forces another)\n",
@@ -4406,8 +4409,8 @@ static void put(Span s) { // to stdout; a reader that went away ends the program
 
 static bool is_stop(const Model *m, int id) { return id < m->vocab.size && m->vocab.stop[id]; }
 
-static void
-put_clean(const Str *s) { // as valid UTF-8 without control characters but newline and tab
+// As valid UTF-8 without control characters but newline and tab.
+static void put_clean(const Str *s) {
     Stream clean = {.terminal = true};
     put(stream_push(&clean, (Span){s->p, s->n}));
     put(stream_flush(&clean));
@@ -4503,8 +4506,8 @@ static int cmd_generate(const Options *o, const Model *m) {
     return interrupted ? 130 : 0;
 }
 
-// ---- chat One line of stdin; a backslash at its end, typed at a terminal, goes on in the next
-// one. False at the end.
+// ---- chat
+// One line of stdin; at a terminal a backslash at its end goes on in the next one. False at the end.
 static bool read_line(Str *line, bool terminal) {
     line->n = 0;
     bool any = false;
@@ -4704,8 +4707,8 @@ static int cmd_score(const Options *o, const Model *m) {
     if (!pieces) score_piece(s, ids.p, (int)ids.n, 0, &t, dump);
     for (size_t at = 0; pieces && at + (size_t)context <= ids.n && !interrupted;
          at += (size_t)context) {
-        int first =
-            ids.p[at]; // as llama.cpp's perplexity tool: BOS in its place, second half counts
+        // as llama.cpp's perplexity tool: BOS in the place of the first, the second half counts
+        int first = ids.p[at];
         if (m->vocab.add_bos && m->vocab.bos >= 0 && !o->no_bos && !o->ids)
             ids.p[at] = m->vocab.bos;
         score_piece(s, ids.p + at, (int)context, (int)(context / 2), &t, NULL);
@@ -4879,10 +4882,8 @@ static void model_info(const Model *m, Str *out) {
     else {
         Str unknown = {0};
         const char *name = template_find(m, &unknown)->name;
-        str_printf(out, "template: %s\n",
-                   !m->chat_template.n ? "none"
-                   : unknown.n         ? "unknown"
-                                       : name);
+        if (unknown.n) name = "unknown";
+        str_printf(out, "template: %s\n", m->chat_template.n ? name : "none");
         str_free(&unknown);
         info_text(out, "pre", gguf_string(g, "tokenizer.ggml.pre"));
         info_sampling(g, out);
