@@ -3605,7 +3605,7 @@ typedef struct {
     int chunk;                          // most rows of one pass
     bool half;                          // cache in half precision
     uint8_t *cache;                     // by slot: keys, then values; see kv_keys
-    size_t cache_bytes, slot_bytes;
+    size_t slot_bytes;
     int *tokens;                        // what the cache holds, (seq_len)
     int n_tokens;
     int64_t fed;                        // rows read so far, for the statistics
@@ -3997,8 +3997,7 @@ static void session_cache(Session *s) {
                       * (s->half ? 2 : 4);
         s->slot_bytes = MAX(s->slot_bytes, slot);
     }
-    s->cache_bytes = s->slot_bytes * (size_t)c->n_layers;
-    s->cache = xalloc(s->cache_bytes, 1);
+    s->cache = xalloc(s->slot_bytes, (size_t)c->n_layers);
 }
 
 // One thread for each core that the process may use; a model so small that threads would mostly
@@ -4111,8 +4110,8 @@ typedef struct { int role; Str text; } Message;
 typedef struct { Message *p; int n, cap; } Conversation;
 
 enum {                                  // rules of a template
-    TRIM_SYSTEM = 1, TRIM_USER = 2, TRIM_REPLY = 4, // white space around these contents is dropped
-    SYSTEM_IN_USER = 8,                 // the system text stands inside the first user message, and
+    TRIM_USER = 1, TRIM_REPLY = 2,      // white space around these contents is dropped
+    SYSTEM_IN_USER = 4,                 // the system text stands inside the first user message, and
 };                                      // white space is dropped around both together
 
 /* To add a template: one row: marks that its template text holds, then what stands before and after
@@ -4235,7 +4234,7 @@ static Span span_trim(Span s) {
 static void render_system(Rendering *r, const Vocab *v, const Template *t, const Span *text) {
     if (!text) return;
     render_form(r, v, t->system[0]);
-    render_bytes(r, t->rules & TRIM_SYSTEM ? span_trim(*text) : *text, true);
+    render_bytes(r, *text, true);
     render_form(r, v, t->system[1]);
 }
 
@@ -4507,7 +4506,7 @@ static int cmd_generate(const Options *o, const Model *m) {
 }
 
 // ---- chat
-// One line of stdin; at a terminal a backslash at its end goes on in the next one. False at the end.
+// One line of stdin; at a terminal a backslash at its end goes on in the next. False at the end.
 static bool read_line(Str *line, bool terminal) {
     line->n = 0;
     bool any = false;
