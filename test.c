@@ -825,7 +825,8 @@ static void write_file(const char *path, const void *bytes, size_t n) {
     if (!f || fwrite(bytes, 1, n, f) != n || fclose(f)) die("%s: cannot write", path);
 }
 
-static void test_cut_files(void) { // every length shorter than the whole is refused
+// Whatever is cut off: every length in the headers and near the end, steps of 509 in between.
+static void test_cut_files(void) {
     static const char *const names[] = {"gqa.gguf", "bin-v0.bin", "bin-v1.bin", "bin-v2-cross.bin"};
     for (int f = 0; f < COUNT(names); f++) {
         Reader r = fixture(names[f]);
@@ -843,7 +844,7 @@ static void test_cut_files(void) { // every length shorter than the whole is ref
     remove("cut.tmp");
 }
 
-// Header fields set to 0, -1 and huge, four and eight bytes wide at every place of the header: the
+// Header fields set to 0, -1 and huge, four and eight bytes wide, at many places: the
 // program must refuse or run, but never read outside the file or take memory by what a field says.
 static void test_hostile_headers(void) {
     static const char *const names[] = {"gqa.gguf", "bpe.gguf", "bin-v0.bin", "bin-v1.bin",
