@@ -3935,11 +3935,15 @@ static int keep_best(Candidate *list, int n, int most, float enough, float *sum)
     return kept;
 }
 
+_Noreturn static void die_not_finite(void) {
+    die("the model's logits are not finite numbers (a damaged file?)");
+}
+
 // The next token after the n_recent tokens before it; logits (n) are used up.
 static int sample(Sampler *s, float *logits, int n, const int *recent, int n_recent) {
     float check = 0;
     for (int i = 0; i < n; i++) check += logits[i] * 0;     // 0, or NaN if any is NaN or infinite
-    if (check != 0) die("the model's logits are not finite numbers (a damaged file?)");
+    if (check != 0) die_not_finite();
     if (s->repeat_penalty > 0 && s->repeat_penalty != 1)
         penalise(logits, n, recent, n_recent, s->repeat_penalty);
     int top = argmax(logits, n);
@@ -4667,7 +4671,7 @@ static double score_nll(const VecOps *ops, float *logits, int n, int id) {
     float max = logits[argmax(logits, n)], chosen = logits[id];
     double sum = (double)ops->exps(logits, 0, n, max);
     double nll = log(sum) - ((double)chosen - (double)max);
-    if (!isfinite(nll)) die("the model's logits are not finite numbers (a damaged file?)");
+    if (!isfinite(nll)) die_not_finite();
     return nll;
 }
 
@@ -5030,6 +5034,10 @@ static void opts_parse(Options *o, int argc, char **argv) {
     }
 }
 
+static void stdout_check(void) { // what was printed must have arrived
+    if (fflush(stdout) || ferror(stdout)) die("cannot write: %s", strerror(errno));
+}
+
 static int run(int argc, char **argv) {
     Options o = {
         .mode = "generate",
@@ -5048,7 +5056,7 @@ static int run(int argc, char **argv) {
     if (o.help) usage(stdout);
     else if (o.version) fprintf(stdout, "run.c %s\n", VERSION);
     else if (!o.model) usage(stderr);
-    if (fflush(stdout) || ferror(stdout)) die("cannot write: %s", strerror(errno));
+    stdout_check();
     if (o.help || o.version || !o.model) return o.help || o.version ? 0 : 2;
     if (mode == COUNT(modes))
         die_usage("--mode: `%s`, expected generate, chat, tokenize, score, bench or info", o.mode);
@@ -5071,7 +5079,7 @@ static int run(int argc, char **argv) {
     if (o.tokenizer && m.gguf && !o.quiet) warn_line("-z: a GGUF brings its own vocabulary");
     if (m.warnings.n && !o.quiet) warn_lines(&m.warnings);
     int status = modes[mode].run(&o, &m);
-    if (fflush(stdout) || ferror(stdout)) die("cannot write: %s", strerror(errno));
+    stdout_check();
     model_close(&m), free(o.stops);
     return status;
 }
