@@ -12,17 +12,17 @@
  *    1  Ground                  strings, maps, a careful reader, files, Ctrl-C, the team of threads
  *    2  Numbers on disk         weight formats, and all code that knows an instruction set
  *    3  Vectors and matrices    activations, the matrix product
- *    7  Letters                 UTF-8, classes of letters, the splitters of tokenizers
- *    8  Tokens                  vocabularies, encoding, decoding, what may be shown when
  *    4  Anatomy of a model      Config, Layer, Model
  *    5  Opening files           llama2.c's .bin, GGUF
  *    6  One forward pass        cache, attention, feed-forward
+ *    7  Letters                 UTF-8, classes of letters, the splitters of tokenizers
+ *    8  Tokens                  vocabularies, encoding, decoding, what may be shown when
  *    9  Choosing a token        penalty, temperature, top-k, min-p, top-p
  *   10  Sessions                the list of tokens that the cache agrees with
  *   12  Manners                 chat templates
  *   13  Modes                   generate, chat, tokenize, score, bench, info
  *   14  Command line and main
- * (11, guessing ahead, is not written yet; 7 and 8 stand before 4 because a Model holds a Vocab.)
+ * (11, guessing ahead, is not written yet.)
  *
  * Each addition has one place, with its recipe above it: a weight format (QUANTISED in chapter 2),
  * an architecture (archs[]), a part of a layer (parts[]), a splitter (pretok[]), a chat form
@@ -1891,904 +1891,6 @@ static void matmul(Worker *w, const Acts *x, const Product *list, int count) {
     team_wait(w->team);
 }
 /* ------------------------------------------------------------------------------------------------
- * Chapter 7. Letters
- *
- * Before a text becomes tokens it is cut into words, and what a word is stands in a regular
- * expression that came with the model: each family's authors wrote their own, and one wrong cut
- * shifts the ids of all that follows. So we keep the authors' expressions as data and interpret
- * them. What makes this small: a text is decoded once into Letters, which carry their Unicode
- * class, and a repeated set can only be followed back one letter at a time, so that the matcher
- * recurses on the pattern and never on the text: a megabyte of spaces needs no more stack than one.
- * The price: no general backtracking into groups, which no pre-tokeniser uses, and a class table of
- * 1.1 MB, expanded in about a millisecond. Bytes that are no UTF-8 are letters too, of one byte
- * each, so nothing a user types is lost or refused.
- */
-
-// ---- UTF-8
-// Takes one character from the n > 0 bytes at p: its length; *code is U+FFFD for one invalid byte.
-static int utf8_next(const char *p, size_t n, uint32_t *code) {
-    int length = utf8_length(p, n);
-    uint8_t first = (uint8_t)p[0];
-    *code = length < 1 ? 0xFFFD : length == 1 ? first : first & (0x7Fu >> length);
-    for (int i = 1; i < length; i++) *code = *code << 6 | (p[i] & 63u);
-    return MAX(length, 1);
-}
-
-static void utf8_put(Str *out, uint32_t c) {
-    char b[4];
-    int n = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
-    for (int i = n - 1; i > 0; i--, c >>= 6) b[i] = (char)(0x80 | (c & 63));
-    b[0] = (char)(n == 1 ? c : (0xF00u >> n & 0xFF) | c);
-    str_add(out, b, (size_t)n);
-}
-
-// ---- Unicode 16: classes of code points. White space is one more: it overlaps no other. Lt counts
-// as Lu and Lm as Lo, because every expression that tells letters apart names them together.
-enum { UNI_LU, UNI_LL, UNI_LO, UNI_M, UNI_N, UNI_P, UNI_S, UNI_SPACE, UNI_OTHER, UNI_PAIRS };
-enum { UNI_COUNT = 0x110000 };
-
-// Runs of one class, written by tests/unicode.py. A character v + '#' is a run of class v % 10 and
-// length v / 10; a length above 8 or 9 is 0 there and follows as base-32 digits, low first.
-// UNI_PAIRS stands for so many pairs "Lu Ll", as alphabets come.
-static const char uni_runs[] =
-"+H\\+Q4F3d3P'I<G<#YF323$Y2323g4+Y42[2=/235Q;3.<31/2E2#V3i$W3t,Z-8r-8,V7.6-B7.67.A8K.7.AB7.7.@7.-86"
-"7.A.678/-BM7.7.7.r-8|-87.6A.,[-j7.786K.J-$dA/$Z%QQ%K)MWo/3/)P&oB@/36?/B2-S=-2A5-57.#P5}$b@-8AB,J-V"
-"63678#r@$o@,P3l,Z7.^-8,o@5#e@?/d$h@<?G5&l@202:2:20{%ZSM<+PG<3<=&J25F%j@&T'IP90%bB2/l53b9:3N9'IC=/("
-"M?/0%]&Z?%xA&J/+M'I%`@&H93F/?0=%UN/&H/D/X?(N5%XD?25%J]%W3a{&H%i@&W5&`@%u@D/&Q/l%I:<'I2%OD5u?9?%U5k"
-"5/IM?0/l?:?D/{0S95C:?'I9=c=/20?D5aS9?%U5k595959?05XS:?DI0qM5/q'I:C02+ID5%H5C5%U5k595W?0/v5D5D?/+N9"
-":?'I23q/b5D5u?9?%U5k595W?0/l?:?DqDS95C:?'I3/c+I0/5aIC5MI95/59I9ICI%KSXID5N?/g0+M'Ly]Xu5C5%V5%O?0/l"
-"5D5Nq:5C?/?9:?'Iq2m3/D2u5C5%V5%I5W?0/l5D5Nq:g959:?'I590+KN%H5C5%h@:/l5D5N/3SC0mC:?'R3a5D5%QI%W5%H5"
-"/?kI0Sb505vg'I?:2+K%o@09lS3kv2'I<+d@95/5W5%W5/5%I09&H/?W5/5l5'I?M+_@/G(N32G:e'S303030P:u5%c@S&S2:W"
-"&J5&c@5y0e5=ZQ<+d@%j@&S/'IdaNMD/D9lCN%L&K/0'IN=#e@5-]-?$j@2/B%hI5M?k5/5M?%h@5M?%`@5M?k5/5M?%N5%x@5"
-"M?%bA?D(H'SI%O)Ig#uA?`?2%kR32%P4%Y<I%jAFEuq%QN+H%RD<+H%Q:+K%L5C5:+K%s@&_@F/F3/0?'Ig'Ig(JD50'Ig%xAq"
-"W:%a@0/]%eA+I%^5&KS&KS3I<'I%]?W+J%k@S%Yg'JI)a@%VX?<%t@&I5&\\?0'Ig'Ign/d?&^+p@X%n@&Pu5<'In)I&H)HFD%"
-"]&L9'I%k@&M{P%c@&SIZ'IIC'I%c@<~6]#j@?Ax{D2&TM0a09D/]$k@%~@$L/$a@%d@&_A,iA-~,o@-~s`?_?tsts`?_?t5-5-"
-"5-5-ts$M?tststsV58U3.GB58UGL?8K5GtUG?B58U=5*J](W>]4(S3(L3(K4+O1/?cG</'IG<5%LI)`@+N&`@+N=-Q-=.A8A.3"
-"-GUe-3-3-3K3.K.M.=87[-LQ.3'r@6Y=S)wJP)\\<)~F+U)J+T'{@)mA'U)gR(M'])p@<)^(I)rK(U)~@P)_@<)uJ?)_@5)hB#"
-"o@$o@6A8JK.-8-`9A.,o@-8e@D6]P1<$e@5.].?%w@q/2+M0%V+Hk5k5k5k5k5k5k5k5&_@(n@/(_@=(K+a@)Y5)xA+K)uE+Y)"
-"O4F391(I=(K3'Hb2W=E92=5%uA?:=C2%yA2M]%j@5%}A5=O)I%_@)e@+H3%O)^5'I)]w3'N)_@'I)f@'N)_I%_mE)_A%lsTI)v"
-"@+H%m@<%lGF%O'I9+S,V/N2&I2/,M9:%eA'I:d{)V%H=h-B,^/t@7.T/=@/6-B,IU.U.rK.67.?65.5.J-+TC6C.k0C0M0%VXQ"
-"0IcQg%s@P{:%q@&Q{<'Ig&QaF/290'I%[v<%V&L+J2%\\IN%n@&M(L5/'IS<W0%I'IW5%h@&M+HC0u:?'I?P%VG/D%q@0/D9:W"
-":/0/+WC<%JX<C:+Ia?a?a+Hk5k5$j@3M~/=S$oA%b@v2:?'Ig%c|I+K%VS%p@+cgG%mJ?%iB+e@j+KV]/0%I3%L5W5/59595%k"
-"B)P+O%jJ<)O%_A?%u@q3+_@%KQ&O(Ig&O(b@5(M32G523<SW5%fCSF3d3P'I<G<#YF323$Y2323n%xAIa?a?a?CIo5o+L=?%K5"
-"%Y5%R595%N?%M+a@%zB]FS'l@I)H'x@)P;G5)LI3+n@)l@0+aC%\\I%p@+N0'ZS%_@O+H%S1u1]%e@X]%]52%c@Su2Y+i@#g@$"
-"g@%mA?'Ig#c@S$c@S%g@{%s@+J2#J5#N5i575$J5$N5j58I%s@+K%vH+H%U+Iu+Wa5%i@5%H+dAa?/5%k@59I/?%V52w%V=m%^"
-"{'H+o@%R59]Y%UcI2%Y]2+_A%w@S;9'O?'m@/D5:]NM5C5%\\?DS0'Hq(Hq%\\;2%\\E+_@u3%[:SYn+H%u@In%U?w%R]w%QqP"
-"+Km+oA%hA+v@#r@+L$r@qc%c@N{'Ig'Ia#UIX2/$U{=+oE'^5%i@5:2?9+OC+v@N%\\'I/{%U&JOZ+U%QNP+e@%Tm+S%V+HD%t"
-"@&NnS']09:/+HN%l@&J<5P0+L%Xq'IgD%c@&M5'IP/:/{%b@0</+HD%o@&MMPN2:'I/2/F5'S+J%Q5%X&Kd090+}@k5/5M5%N5"
-"%I2g%n@&K]'IgN5u?9?%U5k595W5:/l?:?D?/g0]W:?lIX+J%I5/?/5%e@5/&H50?05N5X/0/<5<{:+\\%t@&QMZ'I<520C+]%"
-"o@&S92/{'I+eD%n@l?&H(VM:+a@%o@&PF/+J'Ig(L+R%j@&L/2g'Ig'S+[%Z?&NS'KF3k+xD%k@&N2+cB#_@$_@'R+Ku?/?u59"
-"5%Wb5:?N/0/:F+H'I+eAu?%f@l?l/2/0+Z/&I%g@l/Nx0{/&J%m@&OF/Z+L%hAq(I+uD%`@2+M'Ig%H5%d@v5v/Z+I'\\I<%]?"
-"&U5&M+hAk595%e@bI05:5l/0{'Iga595%_@X5:5X/q'I+uH%RN<q:/0%L5%a@lIX(L'I0+tA/+N'T)\\+L2%y[+eB'nB5Z+J%c"
-"E+kqA%`B<+L%o`@+O0a&N+I%z{B]%fQ+xtE%]&Q'I+eu@%xPq%^5'IS<%nA5'Ig%]?X2+I%o@lZQM23+I'I5m5%T]%R+oL%l@F"
-"'I+eE#_@$_@'VP+dB%jAS0/&v@qN%L+_A92/0+J:+M%w~D{%ue@+h@%I+fvGM5k595%bH+N/+\\C?/+MM{%kK+cgA%jB]%LI%H"
-"q%I?3:2+_zB)oF'Ig)sL+kA&m@?&V+H)sB+{@)uF+I)f@?){@XGb{v=l)]N)|@+T)aAD3+yB'S+K'S+K)vA+H'X+fC#Y$Y#Yj5"
-"$Q#Y$Y-57?-?7?K5sL5.5j5$J#Y$Y75K?s5i5$Y75K5U5-Ii5$Y#Y$Y#Y$Y#Y$Y#Y$Y#Y$Y#Y$[?#X3$X3`#X3$X3`#X3$X3`#"
-"X3$X3`#X3$X3`6?'q@)_O&v@Q&q@y0)M0=Z+NX5&N+oa@$I/$Sg`+tEl5&P?l5:5X]%}@+`@0+oB%l@Ilk?'IS/3+_I%]0+P%k"
-"@N'I]3+oM%[N'I+uE%]:/'IS2+_Nk5M595%N5%dE?'Hl+h@#a@$a@l/S'IS<+pW'z@3E3O+kA'l@3'N+aEM5%Z595/?/5%I5M5"
-"/5/g/S/5/5/5C595/?/5/5/5/5/595/?M5k5M5M5/5%I5%P]C5W5%P+s@=+mG)k@S)cB+K)N?)N5)N5)d@+I'L)`D+w@)\\+L)"
-"k@S)Hq=+Me+yC)w]S)PI)LI)vBS)~Ag)KS3+N)KS)w@{)Ig)g@{)]?)KS=+}@)sI+K)M?)LI)I])w@q)N?)Jg)Hq)rC5){A'I+"
-"e_@%_vh@+_@%y`Cg%}E?%asD+M%phF+N%mR+alA%}O+an@%jyC]%_bC+oivT&oF+oo~D";
-
-static uint8_t *uni_new(void) { // the class of every code point
-    uint8_t *class = xalloc(UNI_COUNT, 1);
-    size_t at = 0;
-    for (const char *p = uni_runs; *p;) {
-        int v = *p++ - '#', k = v % 10;
-        size_t n = (size_t)(v / 10);
-        for (int shift = 0, more = !n; more; shift += 5) {
-            int digit = *p++ - '?';
-            n |= (size_t)(digit & 31) << shift, more = digit & 32;
-        }
-        if (k != UNI_PAIRS) memset(class + at, k, n), at += n;
-        else
-            for (; n; n--) class[at++] = UNI_LU, class[at++] = UNI_LL;
-    }
-    assert(at == UNI_COUNT);
-    return class;
-}
-
-// A letter of a text: code point (21 bits), class (4 bits), length in bytes (3 bits).
-typedef uint32_t Letter;
-static uint32_t letter_code(Letter l) { return l & 0x1FFFFF; }
-static int letter_class(Letter l) { return l >> 21 & 15; }
-static int letter_bytes(Letter l) { return (int)(l >> 25); }
-
-static int letters_from(Letter *out, const uint8_t *uni, Span text) { // out: text.n Letters; count
-    int n = 0;
-    for (size_t at = 0; at < text.n; n++) {
-        uint32_t code;
-        uint32_t bytes = (uint32_t)utf8_next(text.p + at, text.n - at, &code);
-        out[n] = code | (uint32_t)uni[code] << 21 | bytes << 25;
-        at += bytes;
-    }
-    return n;
-}
-
-// ---- Re: a matcher for what pre-tokenisers use.
-//   pattern = branch { "|" branch }                 the first branch that fits is taken
-//   branch  = { item [ "?" | "*" | "+" ] }
-//   item    = set | "(?:" pattern ")" | "(?!" pattern ")"
-//   set     = "[" ["^"] { member ["-" member] } "]" | member
-//   member  = character | "\s" "\S" "\r" "\n" | "\p{L}", \p{Lu}, ... | "\" character
-// Groups take "?" at most and are atomic. The patterns are ours (a table below): they are trusted.
-typedef struct {
-    const Letter *text;
-    int end;                 // of the fragment; look-ahead sees it as the end of the text
-    struct { const char *set; Letter l; bool holds; } memo[512]; // sets already asked about letters
-} Re;
-
-static bool re_property(const char *name, int class) { // name: what follows "\p{"
-    static const char others[] = "MNPS"; // as in the enum, from UNI_M on
-    const char *other = strchr(others, *name);
-    if (other) return class == UNI_M + (int)(other - others);
-    if (name[1] == '}') return class <= UNI_LO; // \p{L}
-    return class == (name[1] == 'l' ? UNI_LL : strchr("ut", name[1]) ? UNI_LU : UNI_LO);
-}
-
-// Is l the member at *p? Moves *p past it. *literal: its code point if it may begin a range, or 0.
-static bool re_member(const char **p, Letter l, uint32_t *literal) {
-    *literal = 0;
-    if (**p == '\\') {
-        char e = (*p)[1];
-        *p += 2;
-        if (e == 's') return letter_class(l) == UNI_SPACE;
-        if (e == 'S') return letter_class(l) != UNI_SPACE;
-        if (e == 'p') {
-            const char *name = *p + 1;
-            *p = strchr(name, '}') + 1;
-            return re_property(name, letter_class(l));
-        }
-        *literal = e == 'n' ? '\n' : e == 'r' ? '\r' : (uint8_t)e;
-    } else *p += utf8_next(*p, 4, literal);
-    return *literal == letter_code(l);
-}
-
-static bool re_set(const char *p, Letter l) { // does the set at p hold l?
-    uint32_t lo, hi;
-    if (*p != '[') return re_member(&p, l, &lo);
-    bool negated = *++p == '^', hit = false;
-    if (negated) p++;
-    while (*p != ']') {
-        hit |= re_member(&p, l, &lo);
-        if (*p == '-' && lo) {
-            p++, hit |= re_member(&p, l, &hi);
-            hit |= letter_code(l) >= lo && letter_code(l) <= hi;
-        }
-    }
-    return hit != negated;
-}
-
-static bool re_holds(Re *r, const char *p, Letter l) { // the same from memory: half the time
-    size_t i = ((uint32_t)(uintptr_t)p * 0x9E3779B1u ^ l * 0x85EBCA6Bu) >> 23;
-    if (r->memo[i].set != p || r->memo[i].l != l) {
-        r->memo[i].set = p, r->memo[i].l = l;
-        r->memo[i].holds = re_set(p, l);
-    }
-    return r->memo[i].holds;
-}
-
-static const char *re_skip(const char *p) { // the end of the item at p
-    uint32_t code;
-    if (*p == '\\') return p[1] == 'p' ? strchr(p, '}') + 1 : p + 2;
-    if (*p != '[' && *p != '(') return p + utf8_next(p, 4, &code);
-    if (*p == '(') {
-        for (p++; *p != ')';) p = re_skip(p);
-    } else
-        do p = strchr(p + 1, ']'); // the sets are long: strchr is what makes this fast
-        while (p[-1] == '\\');
-    return p + 1;
-}
-
-static int re_match(Re *r, const char *p, int i);
-
-// Matches one branch from p on at letter i: the index after the match, or -1.
-static int re_branch(Re *r, const char *p, int i) {
-    if (!*p || *p == '|' || *p == ')') return i;
-    const char *q = re_skip(p);
-    bool optional = *q == '?' || *q == '*', repeated = *q == '*' || *q == '+';
-    q += optional || repeated;
-    if (*p == '(') {
-        int j = re_match(r, p + 3, i);
-        if (p[2] == '!') return j < 0 ? re_branch(r, q, i) : -1;
-        int end = j < 0 ? -1 : re_branch(r, q, j);
-        return end < 0 && optional ? re_branch(r, q, i) : end;
-    }
-    int j = i, end = -1;
-    while (j < r->end && (repeated || j == i) && re_holds(r, p, r->text[j])) j++;
-    for (; j >= i + !optional && end < 0; j--) end = re_branch(r, q, j); // gives back one by one
-    return end;
-}
-
-static int re_match(Re *r, const char *p, int i) { // the same for a pattern: its branches in order
-    for (;; p++) {
-        int end = re_branch(r, p, i);
-        if (end >= 0) return end;
-        while (*p && *p != '|' && *p != ')') p = re_skip(p);
-        if (*p != '|') return -1;
-    }
-}
-
-// Cuts n letters into words: cut[i] != 0 where one begins. Matches become words, gaps between
-// matches too; each pattern is run on every piece that the earlier ones left.
-static void re_cut(const char *const *patterns, const Letter *text, int n, uint8_t *cut) {
-    for (; *patterns; patterns++) {
-        Re r = {.text = text};
-        for (int i = 0; i < n;) {
-            const uint8_t *next = memchr(cut + i + 1, 1, (size_t)(n - i - 1));
-            r.end = next ? (int)(next - cut) : n;
-            while (i < r.end) {
-                int end = re_match(&r, *patterns, i);
-                if (end > i) cut[i] = cut[end] = 1; // cut has n + 1 places
-                i = MAX(end, i + 1);
-            }
-        }
-    }
-}
-
-// ---- the expressions, as their authors wrote them (llama.cpp: src/llama-vocab.cpp and the models'
-// tokenizer.json), but for two spellings: "(?i:'s)" is "'[sS]" here, and \p{N}{1,3} this:
-#define RE_UP_TO_3 "\\p{N}\\p{N}?\\p{N}?"
-#define RE_ENDINGS "(?:'[sS\u017ftTmMdD]|'[rR][eE]|'[vV][eE]|'[lL][lL])"
-#define RE_SPACES "\\s+(?!\\S)|\\s+"
-#define RE_GPT2 "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|" RE_SPACES
-#define RE_WORDS(numbers) RE_ENDINGS "|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|" numbers \
-    "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|" RE_SPACES
-#define RE_UPPER "[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]"
-#define RE_LOWER "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]"
-#define RE_CASED(endings, numbers) \
-    "[^\\r\\n\\p{L}\\p{N}]?" RE_UPPER "*" RE_LOWER "+" endings "|" \
-    "[^\\r\\n\\p{L}\\p{N}]?" RE_UPPER "+" RE_LOWER "*" endings "|" \
-    numbers "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|" RE_SPACES
-
-typedef struct {
-    const char *names;           // values of tokenizer.ggml.pre, separated by spaces
-    bool ignore_merges;          // a word that is a token is taken whole
-    bool add_bos;                // unless the file says otherwise
-    const char *patterns[6];     // applied one after the other
-} Pretok;
-
-// To add a pre-tokeniser: one row. 1. Find `pre` in the file (run -m info) and the expressions in
-// its tokenizer.json. 2. Write them here, each backslash twice; a new escape or group goes into
-// re_member or re_branch. 3. Add texts with the ids of the tokenizers library to tests/.
-static const Pretok pretok[] = {
-    {"default", false, false,
-     {"[\\p{P}\\$\\+<=>\\^~\\|]+", RE_GPT2, "\\p{N}+", "[0-9][0-9][0-9]"}},
-    {"gpt-2 phi-2 mpt olmo jais roberta-bpe modern-bert gigachat mellum exaone4 granite-docling",
-     false, false, {RE_GPT2}},
-    {"smollm starcoder refact command-r codeshell exaone minerva-7b", false, false,
-     {"\\p{N}", RE_GPT2}},
-    {"llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2", true, true,
-     {RE_WORDS(RE_UP_TO_3)}},
-    // converters give these names to copies of Llama 3 as well, whose authors' code ignores merges
-    {"smaug-bpe dbrx chatglm-bpe glm4 glm5", true, false, {RE_WORDS(RE_UP_TO_3)}},
-    {"qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan grok-2", false, false, {RE_WORDS("\\p{N}")}},
-    {"qwen35", false, false,
-     {RE_ENDINGS "|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}"
-      "| ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|" RE_SPACES}},
-    {"deepseek-coder", false, false,
-     {"[\\r\\n]", "\\s?\\p{L}+", "\\s?\\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
-      "\\p{N}"}},
-    {"deepseek-v3 hunyuan-dense joyai-llm hy_v4", false, false,
-     {RE_UP_TO_3, "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-      "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?"
-      "[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|" RE_SPACES}},
-    {"tekken", true, true, {RE_CASED("", "\\p{N}")}},
-    {"gpt-4o llama4 kanana2 minimax-m2", false, false, {RE_CASED(RE_ENDINGS "?", RE_UP_TO_3)}},
-    {"falcon", false, false, {"[\\p{P}\\$\\+<=>\\^~\\|`]+", RE_GPT2, "[0-9][0-9][0-9]"}},
-};
-
-static const Pretok *pretok_find(Span name) { // NULL if there is none
-    for (int i = 0; i < COUNT(pretok); i++)
-        for (const char *p = pretok[i].names; *p; p += strcspn(p, " "), p += *p == ' ')
-            if (strcspn(p, " ") == name.n && !memcmp(p, name.p, name.n)) return &pretok[i];
-    return NULL;
-}
-
-/* ------------------------------------------------------------------------------------------------
- * Chapter 8. Tokens
- *
- * A model reads numbers; its vocabulary says which piece of text each one stands for. A text can be
- * cut into such pieces in many ways and the model knows one of them, found alike everywhere: begin
- * with single characters (or bytes) and join the best two neighbours until no two make a token.
- * Only "best" differs: SentencePiece files score the tokens, byte-level files rank the merges of
- * their training. So there is one merge loop, near-linear for any text, over a heap of pairs, and
- * one table, text -> id, for both: a merge is kept under the token it gives. The price: a pair is
- * hashed whenever it is met. The gain: 150,000 tokens are ready in milliseconds. Control tokens are
- * cut out first (bytes that a user typed never become one), and Stream turns pieces back into text
- * that is always valid UTF-8.
- */
-typedef struct { int32_t *p; size_t n, cap; } Ids;
-
-static void *grown(void *p, size_t *cap, size_t n, size_t size) { // p with room for n items
-    if (n <= *cap) return p;
-    size_t new_cap = MAX(n, 2 * *cap + 64);
-    p = new_cap > PTRDIFF_MAX / size ? NULL : realloc(p, new_cap * size);
-    if (!p) die("out of memory: %zu times %zu bytes", new_cap, size);
-    *cap = new_cap;
-    return p;
-}
-
-static void ids_add(Ids *ids, int id) {
-    ids->p = grown(ids->p, &ids->cap, ids->n + 1, sizeof *ids->p);
-    ids->p[ids->n++] = id;
-}
-
-// ---- the vocabulary
-enum { TYPE_NORMAL = 1, TYPE_UNKNOWN, TYPE_CONTROL, TYPE_USER, TYPE_UNUSED, TYPE_BYTE };
-enum { NO_TOKEN = -1 };
-#define TOK_BAR "\xE2\x96\x81" // U+2581: a space in SentencePiece's texts
-
-typedef struct { int32_t next; uint32_t left; } Merge; // left: bytes of the left part; index = rank
-
-typedef struct {
-    enum { VOCAB_NONE, VOCAB_SPM, VOCAB_BPE } kind;
-    bool bin;                // tokenizer.bin: spaces are spaces, every token prints its text
-    int size;
-    Span *text;              // [size] as in the file
-    uint8_t *type;           // [size] TYPE_
-    float *score;            // [size] SPM only
-    Map index;               // text -> id; of equal texts the first
-    Merge *merge;            // [n_merges] BPE only; the ways to make one token form a list
-    int32_t *merge_of;       // [size] its first element, or -1
-    int byte_id[256];        // SPM: the token "<0xHH>" of a byte, or NO_TOKEN
-    bool glue[256];          // SPM: bytes that stand before a space within some token
-    const Pretok *pre;       // BPE
-    uint8_t *uni;            // classes of letters, for `pre`
-    uint8_t longest[256];    // special tokens (control, unknown, user-defined) by first byte: bytes
-    bool special_length[256]; // lengths they have; those of 256 bytes and more are never found
-    int bos, eos, unk;       // or NO_TOKEN
-    bool add_bos, add_eos, space_prefix;
-    bool strip_after;        // Phi-3: white space after special tokens is dropped
-    bool *stop;              // [size] ends a reply
-} Vocab;
-
-static int tok_find(const Vocab *v, Span text) { // by its text in the file
-    return v->size ? (int)map_find(&v->index, v->text, text) : NO_TOKEN;
-}
-
-static int tok_find_piece(const Vocab *v, Span text) { // only what merging may make
-    int id = tok_find(v, text), type = id < 0 ? TYPE_CONTROL : v->type[id];
-    return type == TYPE_CONTROL || type == TYPE_UNKNOWN || type == TYPE_BYTE ? NO_TOKEN : id;
-}
-
-static int tok_find_text(const Vocab *v, const char *text) {
-    return tok_find(v, (Span){text, strlen(text)});
-}
-
-// Byte-level BPE writes each byte as one printable character: those of Latin-1 that print stand for
-// themselves, the other 68 bytes are U+0100, U+0101, ... in order (a space is U+0120).
-static uint32_t byte_to_code(uint8_t b) {
-    return b <= 32 ? 256u + b : b >= 127 && b <= 160 ? 162u + b : b == 173 ? 323 : b;
-}
-
-static int code_to_byte(uint32_t c) { // or -1
-    if (c < 256) return byte_to_code((uint8_t)c) == c ? (int)c : -1;
-    return c <= 288 ? (int)c - 256 : c <= 322 ? (int)c - 162 : c == 323 ? 173 : -1;
-}
-
-static bool bar_at(const char *p, size_t n) { return n >= 3 && !memcmp(p, TOK_BAR, 3); }
-static Span tok_space(const Vocab *v) { return v->bin ? SPAN(" ") : SPAN(TOK_BAR); }
-static Span tok_spelling(const Vocab *v, int id) { return v->text[id]; }
-
-// ---- building one
-static void vocab_new(Vocab *v, int size) {
-    v->size = size;
-    v->text = xalloc((size_t)size, sizeof *v->text);
-    v->type = xalloc((size_t)size, sizeof *v->type);
-    v->stop = xalloc((size_t)size, sizeof *v->stop);
-    if (v->kind == VOCAB_SPM) v->score = xalloc((size_t)size, sizeof *v->score);
-}
-
-static void vocab_free(Vocab *v) {
-    free(v->text), free(v->type), free(v->score), free(v->index.slot), free(v->merge);
-    free(v->merge_of), free(v->uni), free(v->stop);
-    *v = (Vocab){0};
-}
-
-// Enters the texts; for SentencePiece, finds the byte tokens and what stands before spaces.
-static void vocab_index(Vocab *v) {
-    Span space = tok_space(v);
-    v->index = map_new((size_t)v->size);
-    for (int id = 0; id < v->size; id++) {
-        if (id + 16 < v->size) // the table is larger than the caches: ask for its lines early
-            __builtin_prefetch(&v->index.slot[span_hash(v->text[id + 16]) & v->index.mask]);
-        map_add(&v->index, v->text, (uint32_t)id);
-        Span s = v->text[id];
-        for (size_t i = 1; v->kind == VOCAB_SPM && i + space.n <= s.n; i++)
-            if (s.p[i] == space.p[0] && !memcmp(s.p + i, space.p, space.n))
-                v->glue[(uint8_t)s.p[i - 1]] = true;
-    }
-    for (int b = 0; b < 256 && v->kind == VOCAB_SPM; b++) {
-        char text[8];
-        snprintf(text, sizeof text, "<0x%02X>", (unsigned)b);
-        int id = tok_find_text(v, text);
-        if (id >= 0 && v->type[id] == TYPE_NORMAL) v->type[id] = TYPE_BYTE;
-        v->byte_id[b] = id >= 0 && v->type[id] == TYPE_BYTE ? id : NO_TOKEN;
-    }
-}
-
-static bool merge_gives(const Vocab *v, int id, Span line, uint32_t left) { // its space left out
-    return id < v->size && v->text[id].n == line.n - 1 && !memcmp(v->text[id].p, line.p, left) &&
-           !memcmp(v->text[id].p + left, line.p + left + 1, line.n - left - 1);
-}
-
-// Merges are lines "left right". One that gives no token is never used and dropped, like lines
-// without two parts and repeated ones (the first rank counts). Nearly every merge makes the token
-// of the merge before it or the next one: a look there saves most of the searching.
-static void vocab_read_merges(Vocab *v, Reader r, uint64_t n) {
-    v->merge = xalloc((size_t)n, sizeof *v->merge);
-    v->merge_of = xalloc((size_t)v->size, sizeof *v->merge_of);
-    memset(v->merge_of, 0xFF, (size_t)v->size * sizeof *v->merge_of);
-    Str joined = {0};
-    int last = 0;
-    for (uint64_t rank = 0; rank < n && !r.error; rank++) {
-        Span s = rd_string(&r);
-        const char *space = s.n > 2 ? memchr(s.p + 1, ' ', s.n - 2) : NULL;
-        if (!space || s.n > UINT32_MAX) continue;
-        uint32_t left = (uint32_t)(space - s.p);
-        int id = last;
-        if (!merge_gives(v, id, s, left) && !merge_gives(v, ++id, s, left)) {
-            joined.n = 0;
-            str_add(&joined, s.p, left), str_add(&joined, space + 1, s.n - left - 1);
-            id = tok_find_piece(v, (Span){joined.p, joined.n});
-        }
-        if (id < 0) continue;
-        last = id;
-        int32_t m = v->merge_of[id];
-        while (m >= 0 && v->merge[m].left != left) m = v->merge[m].next;
-        if (m >= 0) continue;
-        v->merge[rank] = (Merge){v->merge_of[id], left};
-        v->merge_of[id] = (int32_t)rank;
-    }
-    str_free(&joined);
-    rd_check(&r);
-}
-
-// Files made without the original tokenizer.model have one score for all. The order of the ids is
-// the order of the merges then, only pieces of spaces come last (verified with three vocabularies).
-static void vocab_repair_scores(Vocab *v) {
-    float low = INFINITY, high = -INFINITY;
-    for (int id = 0; id < v->size; id++) {
-        float score = v->score[id];
-        if (v->type[id] == TYPE_NORMAL) low = MIN(low, score), high = MAX(high, score);
-    }
-    if (low != high) return;
-    for (int id = 0; id < v->size; id++) {
-        Span s = v->text[id];
-        while (bar_at(s.p, s.n)) s.p += 3, s.n -= 3;
-        v->score[id] = s.n ? -(float)id : -1e9f;
-    }
-}
-
-// Texts that end a reply (llama.cpp: src/llama-vocab.cpp). `</s>` is not among them: in Gemma's
-// files it is an HTML tag like others, so it ends a reply only where the file makes it control.
-static const char *const tok_ends[] = {
-    "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>", // gpt-oss: but these end no reply
-    "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>",
-    "<|return|>", "<|call|>", "<end_of_turn>", "<eos>", "<EOT>", "\u2581<EOT>", "[EOT]", "[EOS]",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "[PAD]",
-    "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<reponame>", "<|file_sep|>",
-};
-enum { TOK_NOT_ENDS = 4 };
-
-static void vocab_stop(Vocab *v, int id, bool stop) { // makes it control; does it end a reply too?
-    if (id >= 0) v->type[id] = TYPE_CONTROL, v->stop[id] |= stop;
-}
-
-// What the list names is control even where a file calls it user-defined: no user can type it.
-static void vocab_stops(Vocab *v) {
-    for (int i = 0; i < COUNT(tok_ends); i++)
-        vocab_stop(v, tok_find_text(v, tok_ends[i]), i >= TOK_NOT_ENDS);
-    int s = tok_find_text(v, "</s>"), end = tok_find_text(v, "<|end|>");
-    if (s >= 0 && v->type[s] == TYPE_CONTROL) v->stop[s] = true;
-    bool harmony = tok_find_text(v, "<|return|>") >= 0 && tok_find_text(v, "<|call|>") >= 0;
-    if (harmony && end >= 0 && end != v->eos) v->stop[end] = false; // gpt-oss: ends one message
-}
-
-static void vocab_specials(Vocab *v) {
-    for (int id = 0; id < v->size; id++) {
-        Span s = v->text[id];
-        int type = v->type[id];
-        if (type != TYPE_CONTROL && type != TYPE_UNKNOWN && type != TYPE_USER) continue;
-        if (!s.n || s.n > UINT8_MAX) continue;
-        uint8_t *longest = &v->longest[(uint8_t)s.p[0]];
-        *longest = (uint8_t)MAX(*longest, s.n), v->special_length[s.n] = true;
-    }
-}
-
-// What a GGUF file says about its tokenizer, located but not yet believed.
-typedef struct {
-    Span model, pre;               // tokenizer.ggml.model and .pre; n = 0: absent
-    Reader tokens, merges;         // at the first string of the array
-    Reader scores, types;          // at the first number
-    uint64_t n_tokens, n_merges, n_scores, n_types; // 0: absent
-    int score_type, type_type;     // GGUF value types of the numbers (gguf.md, section 2)
-    int64_t bos, eos, unk, eot, eom, fim_pad, fim_rep, fim_sep; // -1: absent
-    int add_bos, add_eos, add_space_prefix;                     // -1: absent
-} VocabFile;
-
-static int vocab_id(const Vocab *v, int64_t id, Str *warnings) { // -1 is absent
-    if (id >= 0 && id < v->size) return (int)id;
-    if (id != -1)
-        str_printf(warnings, "special token %" PRId64 " is ignored: %d tokens\n", id, v->size);
-    return NO_TOKEN;
-}
-
-static void vocab_ids(Vocab *v, const VocabFile *f, Str *warnings) {
-    bool spm = v->kind == VOCAB_SPM; // gpt2's built-in ids (11) fit no vocabulary: left out
-    v->bos = vocab_id(v, spm && f->bos == -1 && v->size > 1 ? 1 : f->bos, warnings);
-    v->eos = vocab_id(v, spm && f->eos == -1 && v->size > 2 ? 2 : f->eos, warnings);
-    v->unk = vocab_id(v, spm && f->unk == -1 ? 0 : f->unk, warnings);
-    const int64_t ends[] = {v->eos, f->eot, f->eom, f->fim_pad, f->fim_rep, f->fim_sep};
-    for (int i = 0; i < COUNT(ends); i++) vocab_stop(v, vocab_id(v, ends[i], warnings), true);
-    vocab_stop(v, v->bos, false);
-}
-
-// `name`: of the file, for messages. Warnings are appended, one line each. Texts stay in the file.
-static void vocab_from_gguf(Vocab *v, const VocabFile *f, const char *name, Str *warnings) {
-    *v = (Vocab){.bos = NO_TOKEN, .eos = NO_TOKEN, .unk = NO_TOKEN};
-    if (span_is(f->model, "no_vocab") || span_is(f->model, "none") || (!f->model.n && !f->n_tokens))
-        return;
-    v->kind = span_is(f->model, "llama") ? VOCAB_SPM : VOCAB_BPE;
-    if (v->kind == VOCAB_BPE && !span_is(f->model, "gpt2"))
-        die("%s: tokenizer.ggml.model is \"%.*s\", expected llama or gpt2", name, SHOWN(f->model));
-    Reader tokens = f->tokens, scores = f->scores, types = f->types;
-    if (!f->n_tokens || f->n_tokens > MIN(1 << 28, tokens.size / 8) || // lengths have eight bytes
-        f->n_merges > MIN(1 << 30, f->merges.size / 8))
-        die("%s: a vocabulary of %" PRIu64 " tokens and %" PRIu64 " merges in %zu bytes", name,
-            f->n_tokens, f->n_merges, tokens.size);
-    if ((f->n_scores && (f->n_scores != f->n_tokens || f->score_type != 6)) ||
-        (f->n_types && (f->n_types != f->n_tokens || f->type_type != 5)))
-        die("%s: %" PRIu64 " scores of type %d and %" PRIu64 " token types of type %d, expected %"
-            PRIu64 " of type 6 (f32) and 5 (i32)", name, f->n_scores, f->score_type, f->n_types,
-            f->type_type, f->n_tokens);
-    vocab_new(v, (int)f->n_tokens);
-    for (int id = 0; id < v->size; id++) {
-        v->text[id] = rd_string(&tokens);
-        uint32_t type = f->n_types ? (uint32_t)rd_uint(&types, 4) : TYPE_NORMAL;
-        v->type[id] = type && type < TYPE_BYTE ? (uint8_t)type : TYPE_NORMAL; // see vocab_index
-        const uint8_t *score = f->n_scores ? rd_bytes(&scores, 4) : NULL;
-        if (score && v->score) v->score[id] = f32_at(score);
-    }
-    rd_check(&tokens), rd_check(&types), rd_check(&scores);
-    vocab_index(v);
-    vocab_ids(v, f, warnings);
-    vocab_stops(v);
-    vocab_specials(v);
-    if (v->kind == VOCAB_SPM) vocab_repair_scores(v);
-    else {
-        vocab_read_merges(v, f->merges, f->n_merges);
-        v->pre = pretok_find(f->pre), v->uni = uni_new();
-        if (!v->pre && (f->pre.n || f->n_merges))
-            str_printf(warnings, "pre-tokenizer \"%.*s\" is unknown: \"default\" is used instead, "
-                       "many texts may get wrong ids\n", SHOWN(f->pre));
-        if (!v->pre) v->pre = &pretok[0];
-    }
-    v->add_bos = f->add_bos >= 0 ? f->add_bos : !v->pre || v->pre->add_bos;
-    v->add_eos = f->add_eos > 0;
-    v->space_prefix = v->kind == VOCAB_SPM && f->add_space_prefix != 0;
-    v->strip_after = v->kind == VOCAB_SPM && tok_find_text(v, "<|placeholder1|>") >= 0; // Phi-3
-}
-
-// llama2.c's tokenizer.bin: u32 longest, then for each token f32 score, i32 length, bytes. How many
-// there are is for the model to say. Ids 1 and 2 are BOS and EOS, whatever their texts; these have
-// newlines around them for display, which tok_piece puts back.
-static void vocab_from_bin(Vocab *v, Reader *r, int vocab_size) {
-    *v = (Vocab){.kind = VOCAB_SPM, .bin = true, .add_bos = true, .space_prefix = true};
-    vocab_new(v, vocab_size);
-    uint64_t longest = rd_uint(r, 4), n = 0;
-    for (; !r->error && r->at < r->size; n++) {
-        const uint8_t *score = rd_bytes(r, 4);
-        uint64_t length = rd_uint(r, 4);
-        if (length > longest || length > 1 << 20) rd_fail(r, "a token longer than the longest");
-        Span text = {(const char *)rd_bytes(r, length), (size_t)length};
-        if (r->error || n >= (uint64_t)v->size) continue;
-        if ((n == 1 || n == 2) && text.n > 2 && *text.p == '\n') text.p++, text.n -= 2;
-        v->text[n] = text;
-        v->score[n] = f32_at(score);
-        v->type[n] = n == 0 ? TYPE_UNKNOWN : n <= 2 ? TYPE_CONTROL : TYPE_NORMAL;
-    }
-    rd_check(r);
-    if (n != (uint64_t)vocab_size)
-        die("%s: holds %" PRIu64 " tokens, the model has %d", r->name, n, vocab_size);
-    vocab_index(v);
-    vocab_specials(v);
-    v->unk = 0, v->bos = vocab_size > 1 ? 1 : NO_TOKEN, v->eos = vocab_size > 2 ? 2 : NO_TOKEN;
-    if (v->eos >= 0) v->stop[v->eos] = true;
-}
-
-// ---- merging
-typedef struct { uint64_t *p; size_t n, cap; } Heap; // smallest first
-
-static void heap_push(Heap *h, uint64_t key) {
-    h->p = grown(h->p, &h->cap, h->n + 1, sizeof *h->p);
-    size_t i = h->n++;
-    for (; i && h->p[(i - 1) / 2] > key; i = (i - 1) / 2) h->p[i] = h->p[(i - 1) / 2];
-    h->p[i] = key;
-}
-
-static uint64_t heap_pop(Heap *h) { // h->n > 0
-    uint64_t top = h->p[0], key = h->p[--h->n];
-    size_t i = 0, child;
-    for (; (child = 2 * i + 1) < h->n; i = child) {
-        if (child + 1 < h->n && h->p[child + 1] < h->p[child]) child++;
-        if (h->p[child] >= key) break;
-        h->p[i] = h->p[child];
-    }
-    h->p[i] = key;
-    return top;
-}
-
-typedef struct {             // the symbol that begins at this byte of the word
-    uint32_t length, before; // bytes of it and of the one before it
-    uint32_t order;          // of joining it with the next: smaller comes first
-} Symbol;
-#define NEVER UINT32_MAX     // an order: they make no token
-
-typedef struct { // memory that the words of one text share
-    const Vocab *v;
-    Ids *out;
-    Str text;
-    Symbol *symbol;          // [cap]
-    size_t cap;
-    Heap heap;
-    uint8_t *whole;          // [size] does merging a token's text give it? 0 unknown, 1 yes, 2 no
-} Encoder;
-
-// Enters the pair that begins at byte i. Order: score from high to low or rank from low to high,
-// then from left to right.
-static void tok_pair(Encoder *e, Span word, uint32_t i) {
-    const Vocab *v = e->v;
-    Symbol *s = &e->symbol[i], *next = s + s->length;
-    s->order = NEVER;
-    if (i + s->length == word.n) return;
-    int id = tok_find_piece(v, (Span){word.p + i, s->length + next->length});
-    if (id < 0) return;
-    if (v->kind == VOCAB_SPM) {
-        float order = 0.0f - v->score[id];
-        memcpy(&s->order, &order, 4);
-        s->order ^= s->order >> 31 ? 0xFFFFFFFF : 0x80000000; // bits that sort as the numbers do
-    } else {
-        int32_t m = v->merge_of[id];
-        while (m >= 0 && v->merge[m].left != s->length) m = v->merge[m].next;
-        s->order = (uint32_t)m; // -1 is NEVER
-    }
-    if (s->order != NEVER) heap_push(&e->heap, (uint64_t)s->order << 32 | i);
-}
-
-// Appends a symbol's token; else its bytes' tokens; else, without those, one unknown token.
-// Byte-level vocabularies lack some bytes that no text has: dropped, as by the tokenizers library.
-static void tok_add(const Vocab *v, Span s, Ids *out) {
-    int id = tok_find_piece(v, s);
-    if (id >= 0) ids_add(out, id);
-    for (size_t i = 0; id < 0 && v->kind == VOCAB_SPM && i < s.n; i++) {
-        int byte = v->byte_id[(uint8_t)s.p[i]];
-        if (byte < 0) id = v->unk, i = s.n;
-        if (byte >= 0 || id >= 0) ids_add(out, byte >= 0 ? byte : id);
-    }
-}
-
-static void tok_merge(Encoder *e, Span word) { // appends the ids of one word
-    e->symbol = grown(e->symbol, &e->cap, word.n, sizeof *e->symbol);
-    Symbol *s = e->symbol;
-    uint32_t n = (uint32_t)word.n, before = 0, code;
-    for (uint32_t i = 0; i < n; i += before) {
-        s[i] = (Symbol){(uint32_t)utf8_next(word.p + i, n - i, &code), before, NEVER};
-        before = s[i].length;
-    }
-    for (uint32_t i = 0; i < n; i += s[i].length) tok_pair(e, word, i);
-    while (e->heap.n) {
-        uint64_t key = heap_pop(&e->heap);
-        uint32_t i = (uint32_t)key, next = i + s[i].length;
-        if (s[i].order != key >> 32) continue; // the symbol is gone or has grown since
-        s[i].length += s[next].length, s[next].order = NEVER;
-        next = i + s[i].length;
-        if (next < n) s[next].before = s[i].length;
-        tok_pair(e, word, i);
-        if (i) tok_pair(e, word, i - s[i].before);
-    }
-    for (uint32_t i = 0; i < n; i += s[i].length)
-        tok_add(e->v, (Span){word.p + i, s[i].length}, e->out);
-}
-
-// A word whose own token merging arrives at takes that token at once; which words do is remembered:
-// prose twice as fast.
-static void tok_word(Encoder *e, Span word, bool ignore_merges) {
-    int id = tok_find_piece(e->v, word);
-    if (id >= 0 && (ignore_merges || e->whole[id] == 1)) {
-        ids_add(e->out, id);
-        return;
-    }
-    size_t before = e->out->n;
-    tok_merge(e, word);
-    if (id >= 0) e->whole[id] = e->out->n == before + 1 && e->out->p[before] == id ? 1 : 2;
-}
-
-// SentencePiece: spaces become U+2581 and one may go in front. The text is cut before a space that
-// no token could join to what stands before it: small heaps, and words that `whole` knows.
-static void tok_spaced(Encoder *e, Span raw) {
-    const Vocab *v = e->v;
-    Span space = tok_space(v);
-    Str *s = &e->text;
-    s->n = 0;
-    if (v->space_prefix) str_add(s, space.p, space.n);
-    for (size_t i = 0; i < raw.n; i++) {
-        bool bar = bar_at(raw.p + i, raw.n - i); // a space for SentencePiece
-        if (bar || raw.p[i] == ' ') str_add(s, space.p, space.n), i += bar ? 2 : 0;
-        else str_add(s, raw.p + i, 1);
-    }
-    for (size_t i = 1, from = 0; from < s->n; i++) {
-        const char *p = s->p + i;
-        bool cut = s->n - i >= space.n && !memcmp(p, space.p, space.n) && !v->glue[(uint8_t)p[-1]];
-        if (!cut && i < s->n) continue;
-        tok_word(e, (Span){s->p + from, i - from}, false);
-        from = i;
-    }
-}
-
-// Text without special tokens. Byte-level BPE cuts it into words by `pre` and maps their bytes.
-static void tok_raw(Encoder *e, const char *from, const char *to) {
-    const Vocab *v = e->v;
-    Span raw = {from, (size_t)(to - from)};
-    if (!raw.n) return;
-    if (v->kind == VOCAB_SPM) {
-        tok_spaced(e, raw);
-        return;
-    }
-    Letter *letter = xalloc(raw.n, sizeof *letter);
-    uint8_t *cut = xalloc(raw.n + 1, 1);
-    int n = letters_from(letter, v->uni, raw);
-    re_cut(v->pre->patterns, letter, n, cut);
-    for (int i = 0; i < n;) {
-        const char *p = raw.p;
-        do raw.p += letter_bytes(letter[i++]);
-        while (i < n && !cut[i]);
-        e->text.n = 0;
-        for (; p < raw.p; p++) utf8_put(&e->text, byte_to_code((uint8_t)*p));
-        tok_word(e, (Span){e->text.p, e->text.n}, v->pre->ignore_merges);
-    }
-    free(letter), free(cut);
-}
-
-// ---- encoding
-enum { TOK_SPECIAL = 1 };               // control tokens written in the text count
-enum { TOK_MAX_TEXT = INT32_MAX / 4 };  // bytes; a space can grow to three, offsets are 32 bits
-
-// The longest special token with which `rest` begins and that may match there, or NO_TOKEN. Control
-// and unknown tokens need TOK_SPECIAL and bytes of which none was `typed` by a user.
-static int special_at(const Vocab *v, Span rest, const uint8_t *typed, int flags) {
-    size_t longest = MIN(rest.n, v->longest[(uint8_t)rest.p[0]]), untyped = 0;
-    while (flags & TOK_SPECIAL && untyped < longest && !(typed && typed[untyped])) untyped++;
-    for (size_t n = longest; n > 0; n--) {
-        int id = v->special_length[n] ? tok_find(v, (Span){rest.p, n}) : NO_TOKEN;
-        int type = id < 0 ? TYPE_NORMAL : v->type[id];
-        if (type == TYPE_USER) return id;
-        if ((type == TYPE_CONTROL || type == TYPE_UNKNOWN) && n <= untyped) return id;
-    }
-    return NO_TOKEN;
-}
-
-// Appends the ids of a text, without BOS. typed: NULL, or for each byte of the text a byte that is
-// not 0 where a user typed it: no control token matches there, user-defined ones do.
-static void tok_encode(const Vocab *v, Span text, const uint8_t *typed, int flags, Ids *out) {
-    if (v->kind == VOCAB_NONE) die("the model has no tokenizer: give token ids (--ids)");
-    if (text.n > TOK_MAX_TEXT) die("a text of %zu bytes; at most %d", text.n, TOK_MAX_TEXT);
-    Encoder e = {.v = v, .out = out, .whole = xalloc((size_t)v->size, 1)};
-    size_t from = 0;
-    for (size_t i = 0; i < text.n; i++) {
-        int id = special_at(v, (Span){text.p + i, text.n - i}, typed ? typed + i : NULL, flags);
-        if (id < 0) continue;
-        tok_raw(&e, text.p + from, text.p + i);
-        ids_add(out, id);
-        from = i + v->text[id].n;
-        bool keep = id == v->bos || id == v->unk || span_is(v->text[id], "<|endoftext|>");
-        if (v->strip_after && !keep)
-            while (from < text.n && isspace((unsigned char)text.p[from])) from++;
-        i = from - 1;
-    }
-    if (text.n) tok_raw(&e, text.p + from, text.p + text.n);
-    free(e.symbol), free(e.heap.p), free(e.whole), str_free(&e.text);
-}
-
-static void tok_bos(const Vocab *v, Ids *out) {
-    if (v->add_bos && v->bos >= 0) ids_add(out, v->bos);
-}
-
-// ---- decoding
-// Appends the bytes of a token. prev: the id before it, -1 if there is none: at the beginning, and
-// after BOS, the space that encoding put in front of the text is taken away again.
-static void tok_piece(const Vocab *v, int id, int prev, Str *out) {
-    if (id < 0 || id >= v->size) return; // rows that pad the embedding
-    Span s = v->text[id], space = tok_space(v);
-    int type = v->type[id];
-    if (type == TYPE_BYTE) str_add(out, &(char){(char)strtol(s.p + 3, NULL, 16)}, 1); // <0xHH>
-    else if (v->bin && type == TYPE_CONTROL)
-        str_add(out, "\n", 1), str_add(out, s.p, s.n), str_add(out, "\n", 1);
-    else if (type == TYPE_USER) str_add(out, s.p, s.n);
-    else if (type != TYPE_NORMAL && !v->bin) return;
-    else if (v->kind == VOCAB_SPM) {
-        bool first = v->space_prefix && (prev < 0 || prev == v->bos);
-        size_t i = first && s.n >= space.n && !memcmp(s.p, space.p, space.n) ? space.n : 0;
-        while (i < s.n) {
-            bool bar = bar_at(s.p + i, s.n - i);
-            str_add(out, bar ? " " : s.p + i, 1);
-            i += bar ? 3 : 1;
-        }
-    } else
-        for (uint32_t code; s.n;) {
-            size_t n = (size_t)utf8_next(s.p, s.n, &code);
-            int byte = code_to_byte(code);
-            if (byte >= 0) str_add(out, &(char){(char)byte}, 1);
-            else str_add(out, s.p, n);
-            s.p += n, s.n -= n;
-        }
-}
-
-static void tok_name(const Vocab *v, int id, Str *out) { // control tokens show their texts
-    size_t before = out->n;
-    tok_piece(v, id, INT_MAX, out);
-    if (out->n > before) return;
-    if (id < 0 || id >= v->size || !v->text[id].n) str_printf(out, "[%d]", id);
-    else str_add(out, v->text[id].p, v->text[id].n);
-}
-
-// ---- Stream: from pieces to what may be shown. It holds back an unfinished character and whatever
-// may become a stop string, and lets out nothing but valid UTF-8. On a terminal control characters
-// are replaced (no model sends escape codes), before stop strings are looked for.
-typedef struct {
-    const Span *stops;       // [n_stops] none empty
-    int n_stops;
-    bool terminal;
-    bool stopped;            // a stop string came: all that follows is dropped
-    Str raw;                 // the unfinished character
-    Str held;                // text given out by the last call, and after it text not shown yet
-    size_t shown;            // bytes of the former
-} Stream;
-
-static void str_drop(Str *s, size_t n) { // the first n bytes
-    if (n) memmove(s->p, s->p + n, s->n -= n);
-}
-
-// Bytes of held that may be shown: those before the first stop string, or before what may become
-// one. Which begins first counts, so that the pieces a text comes in make no difference.
-static size_t stream_ready(Stream *s, bool end) {
-    for (size_t at = 0; at < s->held.n; at++)
-        for (int i = 0; i < s->n_stops; i++) {
-            Span t = s->stops[i];
-            size_t n = MIN(t.n, s->held.n - at);
-            if (memcmp(s->held.p + at, t.p, n) || (n < t.n && end)) continue;
-            s->stopped = n == t.n;
-            return at;
-        }
-    return s->held.n;
-}
-
-static Span stream_take(Stream *s, bool end) { // end: nothing waits any more
-    size_t at = 0;
-    for (uint32_t code; at < s->raw.n;) { // whole characters go from raw to held
-        const char *p = s->raw.p + at;
-        int n = utf8_length(p, s->raw.n - at);
-        if (!n && !end) break;
-        bool control = n > 0 && is_control(p) && *p != '\n' && *p != '\t';
-        at += (size_t)utf8_next(p, s->raw.n - at, &code);
-        utf8_put(&s->held, s->terminal && control ? 0xFFFD : code); // U+FFFD for invalid bytes too
-    }
-    str_drop(&s->raw, at);
-    str_drop(&s->held, s->shown);
-    s->shown = s->stopped ? 0 : stream_ready(s, end);
-    return (Span){s->held.p, s->shown};
-}
-
-// Adds bytes and returns what may be shown now (valid until the next call).
-static Span stream_push(Stream *s, Span bytes) {
-    if (!s->stopped) str_add(&s->raw, bytes.p, bytes.n);
-    return stream_take(s, false);
-}
-
-static Span stream_flush(Stream *s) { return stream_take(s, true); } // the rest, at the end
-static void stream_free(Stream *s) { str_free(&s->raw), str_free(&s->held); }
-/* ------------------------------------------------------------------------------------------------
  * Chapter 4. Anatomy of a model
  *
  * A model is knobs, tensors and rules. The knobs (sizes, epsilon, rope base) are numbers of the
@@ -2850,6 +1952,30 @@ typedef struct {
     float *bq, *bk, *bv, *bo;           // biases of wq ... w2, NULL where there are none
     float *b1, *b3, *b2;
 } Layer;
+
+typedef struct { int32_t next; uint32_t left; } Merge; // left: bytes of the left part; index = rank
+
+typedef struct {
+    enum { VOCAB_NONE, VOCAB_SPM, VOCAB_BPE } kind;
+    bool bin;                // tokenizer.bin: spaces are spaces, every token prints its text
+    int size;
+    Span *text;              // [size] as in the file
+    uint8_t *type;           // [size] TYPE_
+    float *score;            // [size] SPM only
+    Map index;               // text -> id; of equal texts the first
+    Merge *merge;            // [n_merges] BPE only; the ways to make one token form a list
+    int32_t *merge_of;       // [size] its first element, or -1
+    int byte_id[256];        // SPM: the token "<0xHH>" of a byte, or NO_TOKEN
+    bool glue[256];          // SPM: bytes that stand before a space within some token
+    const struct Pretok *pre; // BPE: how texts are cut into words, chapter 7
+    uint8_t *uni;            // classes of letters, for `pre`
+    uint8_t longest[256];    // special tokens (control, unknown, user-defined) by first byte: bytes
+    bool special_length[256]; // lengths they have; those of 256 bytes and more are never found
+    int bos, eos, unk;       // or NO_TOKEN
+    bool add_bos, add_eos, space_prefix;
+    bool strip_after;        // Phi-3: white space after special tokens is dropped
+    bool *stop;              // [size] ends a reply
+} Vocab;
 
 typedef struct Gguf Gguf;               // keys and tensor table of a GGUF, chapter 5
 
@@ -3237,6 +2363,17 @@ static Span gguf_string(const Gguf *g, const char *key) { // empty if missing
     return rd_string(&r);
 }
 
+// Puts the reader at the first element; gives their count, 0 if the key is missing.
+static uint64_t gguf_array(const Gguf *g, const char *key, uint32_t type, Reader *out) {
+    const GgufValue *v = gguf_find(g, key);
+    if (!v) return 0;
+    if (!v->array || v->type != type)
+        gguf_wrong(g, key, type == GGUF_STRING ? "an array of strings" : type == GGUF_F32
+                   ? "an array of floats" : "an array of 32-bit integers");
+    out->at = v->at;
+    return v->count;
+}
+
 static int gguf_bool(const Gguf *g, const char *key) { // -1 if missing
     const GgufValue *v = gguf_find(g, key);
     if (!v) return -1;
@@ -3450,6 +2587,10 @@ static void gguf_weights(Model *m, const Gguf *g) {
 // ---- opening either kind
 enum { NEED_VOCAB = 1, NEED_WEIGHTS = 2 };
 
+static void vocab_from_bin(Vocab *v, Reader *r, int vocab_size); // chapter 8
+static void vocab_from_gguf(Vocab *v, const Gguf *g, Str *warnings);
+static void vocab_free(Vocab *v);
+
 // The vocabulary of a .bin: FILE of -z, or STEM.tokenizer.bin or tokenizer.bin beside the model, or
 // tokenizer.bin in the working folder; the first that exists counts.
 static void bin_vocab(Model *m, const char *path) {
@@ -3472,51 +2613,6 @@ static void bin_vocab(Model *m, const char *path) {
     str_free(&beside);
 }
 
-static void gguf_string_array(const Gguf *g, const char *key, Reader *out, uint64_t *count) {
-    const GgufValue *v = gguf_find(g, key);
-    if (!v) return;
-    if (!v->array || v->type != GGUF_STRING) gguf_wrong(g, key, "an array of strings");
-    *out = *g->r;
-    out->at = v->at, *count = v->count;
-}
-
-static void gguf_number_array(const Gguf *g, const char *key, Reader *out, uint64_t *count,
-                              int *type) {
-    const GgufValue *v = gguf_find(g, key);
-    if (!v) return;
-    if (!v->array || v->type == GGUF_STRING) gguf_wrong(g, key, "an array of numbers");
-    *out = *g->r;
-    out->at = v->at, *count = v->count, *type = (int)v->type;
-}
-
-static void gguf_vocab(Model *m, const Gguf *g) {
-    VocabFile f = {
-        .model = gguf_string(g, "tokenizer.ggml.model"),
-        .pre = gguf_string(g, "tokenizer.ggml.pre"),
-        .add_bos = gguf_bool(g, "tokenizer.ggml.add_bos_token"),
-        .add_eos = gguf_bool(g, "tokenizer.ggml.add_eos_token"),
-        .add_space_prefix = gguf_bool(g, "tokenizer.ggml.add_space_prefix"),
-    };
-    const struct { const char *key; int64_t *id;
-    } ids[] = {
-        {"tokenizer.ggml.bos_token_id", &f.bos},
-        {"tokenizer.ggml.eos_token_id", &f.eos},
-        {"tokenizer.ggml.unknown_token_id", &f.unk},
-        {"tokenizer.ggml.eot_token_id", &f.eot},
-        {"tokenizer.ggml.eom_token_id", &f.eom},
-        {"tokenizer.ggml.fim_pad_token_id", &f.fim_pad},
-        {"tokenizer.ggml.fim_rep_token_id", &f.fim_rep},
-        {"tokenizer.ggml.fim_sep_token_id", &f.fim_sep},
-    };
-    for (int i = 0; i < COUNT(ids); i++)
-        *ids[i].id = gguf_int(g, ids[i].key, INT64_MIN, INT64_MAX, -1);
-    gguf_string_array(g, "tokenizer.ggml.tokens", &f.tokens, &f.n_tokens);
-    gguf_string_array(g, "tokenizer.ggml.merges", &f.merges, &f.n_merges);
-    gguf_number_array(g, "tokenizer.ggml.scores", &f.scores, &f.n_scores, &f.score_type);
-    gguf_number_array(g, "tokenizer.ggml.token_type", &f.types, &f.n_types, &f.type_type);
-    vocab_from_gguf(&m->vocab, &f, m->file.name, &m->warnings);
-}
-
 static void tensor_add(Model *m, const Tensor *t) { // to the bytes that a token reads
     const Format *f = t->format;
     m->weight_bytes += (int64_t)t->stride * t->rows
@@ -3537,7 +2633,7 @@ static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
         m->config.arch = arch_find(arch);
         Span kind = gguf_string(g, "tokenizer.ggml.model");
         bool known = span_is(kind, "llama") || span_is(kind, "gpt2");
-        if (need & NEED_VOCAB || (!need && known)) gguf_vocab(m, g);
+        if (need & NEED_VOCAB || (!need && known)) vocab_from_gguf(&m->vocab, g, &m->warnings);
         if (need & NEED_WEIGHTS) {
             int64_t parts_of_it = gguf_int(g, "split.count", 0, UINT16_MAX, 0);
             if (parts_of_it > 1)
@@ -3852,6 +2948,874 @@ static float *forward(Session *s, int n, int want) {
     team_run(&s->team, forward_worker, &pass);
     return want == WANT_NONE ? NULL : s->logits;
 }
+/* ------------------------------------------------------------------------------------------------
+ * Chapter 7. Letters
+ *
+ * Before a text becomes tokens it is cut into words, and what a word is stands in a regular
+ * expression that came with the model: each family's authors wrote their own, and one wrong cut
+ * shifts the ids of all that follows. So we keep the authors' expressions as data and interpret
+ * them. What makes this small: a text is decoded once into Letters, which carry their Unicode
+ * class, and a repeated set can only be followed back one letter at a time, so that the matcher
+ * recurses on the pattern and never on the text: a megabyte of spaces needs no more stack than one.
+ * The price: no general backtracking into groups, which no pre-tokeniser uses, and a class table of
+ * 1.1 MB, expanded in about a millisecond. Bytes that are no UTF-8 are letters too, of one byte
+ * each, so nothing a user types is lost or refused.
+ */
+
+// ---- UTF-8
+// Takes one character from the n > 0 bytes at p: its length; *code is U+FFFD for one invalid byte.
+static int utf8_next(const char *p, size_t n, uint32_t *code) {
+    int length = utf8_length(p, n);
+    uint8_t first = (uint8_t)p[0];
+    *code = length < 1 ? 0xFFFD : length == 1 ? first : first & (0x7Fu >> length);
+    for (int i = 1; i < length; i++) *code = *code << 6 | (p[i] & 63u);
+    return MAX(length, 1);
+}
+
+static void utf8_put(Str *out, uint32_t c) {
+    char b[4];
+    int n = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
+    for (int i = n - 1; i > 0; i--, c >>= 6) b[i] = (char)(0x80 | (c & 63));
+    b[0] = (char)(n == 1 ? c : (0xF00u >> n & 0xFF) | c);
+    str_add(out, b, (size_t)n);
+}
+
+// ---- Unicode 16: classes of code points. White space is one more: it overlaps no other. Lt counts
+// as Lu and Lm as Lo, because every expression that tells letters apart names them together.
+enum { UNI_LU, UNI_LL, UNI_LO, UNI_M, UNI_N, UNI_P, UNI_S, UNI_SPACE, UNI_OTHER, UNI_PAIRS };
+enum { UNI_COUNT = 0x110000 };
+
+// Runs of one class, written by tests/unicode.py. A character v + '#' is a run of class v % 10 and
+// length v / 10; a length above 8 or 9 is 0 there and follows as base-32 digits, low first.
+// UNI_PAIRS stands for so many pairs "Lu Ll", as alphabets come.
+static const char uni_runs[] =
+"+H\\+Q4F3d3P'I<G<#YF323$Y2323g4+Y42[2=/235Q;3.<31/2E2#V3i$W3t,Z-8r-8,V7.6-B7.67.A8K.7.AB7.7.@7.-86"
+"7.A.678/-BM7.7.7.r-8|-87.6A.,[-j7.786K.J-$dA/$Z%QQ%K)MWo/3/)P&oB@/36?/B2-S=-2A5-57.#P5}$b@-8AB,J-V"
+"63678#r@$o@,P3l,Z7.^-8,o@5#e@?/d$h@<?G5&l@202:2:20{%ZSM<+PG<3<=&J25F%j@&T'IP90%bB2/l53b9:3N9'IC=/("
+"M?/0%]&Z?%xA&J/+M'I%`@&H93F/?0=%UN/&H/D/X?(N5%XD?25%J]%W3a{&H%i@&W5&`@%u@D/&Q/l%I:<'I2%OD5u?9?%U5k"
+"5/IM?0/l?:?D/{0S95C:?'I9=c=/20?D5aS9?%U5k595959?05XS:?DI0qM5/q'I:C02+ID5%H5C5%U5k595W?0/v5D5D?/+N9"
+":?'I23q/b5D5u?9?%U5k595W?0/l?:?DqDS95C:?'I3/c+I0/5aIC5MI95/59I9ICI%KSXID5N?/g0+M'Ly]Xu5C5%V5%O?0/l"
+"5D5Nq:5C?/?9:?'Iq2m3/D2u5C5%V5%I5W?0/l5D5Nq:g959:?'I590+KN%H5C5%h@:/l5D5N/3SC0mC:?'R3a5D5%QI%W5%H5"
+"/?kI0Sb505vg'I?:2+K%o@09lS3kv2'I<+d@95/5W5%W5/5%I09&H/?W5/5l5'I?M+_@/G(N32G:e'S303030P:u5%c@S&S2:W"
+"&J5&c@5y0e5=ZQ<+d@%j@&S/'IdaNMD/D9lCN%L&K/0'IN=#e@5-]-?$j@2/B%hI5M?k5/5M?%h@5M?%`@5M?k5/5M?%N5%x@5"
+"M?%bA?D(H'SI%O)Ig#uA?`?2%kR32%P4%Y<I%jAFEuq%QN+H%RD<+H%Q:+K%L5C5:+K%s@&_@F/F3/0?'Ig'Ig(JD50'Ig%xAq"
+"W:%a@0/]%eA+I%^5&KS&KS3I<'I%]?W+J%k@S%Yg'JI)a@%VX?<%t@&I5&\\?0'Ig'Ign/d?&^+p@X%n@&Pu5<'In)I&H)HFD%"
+"]&L9'I%k@&M{P%c@&SIZ'IIC'I%c@<~6]#j@?Ax{D2&TM0a09D/]$k@%~@$L/$a@%d@&_A,iA-~,o@-~s`?_?tsts`?_?t5-5-"
+"5-5-ts$M?tststsV58U3.GB58UGL?8K5GtUG?B58U=5*J](W>]4(S3(L3(K4+O1/?cG</'IG<5%LI)`@+N&`@+N=-Q-=.A8A.3"
+"-GUe-3-3-3K3.K.M.=87[-LQ.3'r@6Y=S)wJP)\\<)~F+U)J+T'{@)mA'U)gR(M'])p@<)^(I)rK(U)~@P)_@<)uJ?)_@5)hB#"
+"o@$o@6A8JK.-8-`9A.,o@-8e@D6]P1<$e@5.].?%w@q/2+M0%V+Hk5k5k5k5k5k5k5k5&_@(n@/(_@=(K+a@)Y5)xA+K)uE+Y)"
+"O4F391(I=(K3'Hb2W=E92=5%uA?:=C2%yA2M]%j@5%}A5=O)I%_@)e@+H3%O)^5'I)]w3'N)_@'I)f@'N)_I%_mE)_A%lsTI)v"
+"@+H%m@<%lGF%O'I9+S,V/N2&I2/,M9:%eA'I:d{)V%H=h-B,^/t@7.T/=@/6-B,IU.U.rK.67.?65.5.J-+TC6C.k0C0M0%VXQ"
+"0IcQg%s@P{:%q@&Q{<'Ig&QaF/290'I%[v<%V&L+J2%\\IN%n@&M(L5/'IS<W0%I'IW5%h@&M+HC0u:?'I?P%VG/D%q@0/D9:W"
+":/0/+WC<%JX<C:+Ia?a?a+Hk5k5$j@3M~/=S$oA%b@v2:?'Ig%c|I+K%VS%p@+cgG%mJ?%iB+e@j+KV]/0%I3%L5W5/59595%k"
+"B)P+O%jJ<)O%_A?%u@q3+_@%KQ&O(Ig&O(b@5(M32G523<SW5%fCSF3d3P'I<G<#YF323$Y2323n%xAIa?a?a?CIo5o+L=?%K5"
+"%Y5%R595%N?%M+a@%zB]FS'l@I)H'x@)P;G5)LI3+n@)l@0+aC%\\I%p@+N0'ZS%_@O+H%S1u1]%e@X]%]52%c@Su2Y+i@#g@$"
+"g@%mA?'Ig#c@S$c@S%g@{%s@+J2#J5#N5i575$J5$N5j58I%s@+K%vH+H%U+Iu+Wa5%i@5%H+dAa?/5%k@59I/?%V52w%V=m%^"
+"{'H+o@%R59]Y%UcI2%Y]2+_A%w@S;9'O?'m@/D5:]NM5C5%\\?DS0'Hq(Hq%\\;2%\\E+_@u3%[:SYn+H%u@In%U?w%R]w%QqP"
+"+Km+oA%hA+v@#r@+L$r@qc%c@N{'Ig'Ia#UIX2/$U{=+oE'^5%i@5:2?9+OC+v@N%\\'I/{%U&JOZ+U%QNP+e@%Tm+S%V+HD%t"
+"@&NnS']09:/+HN%l@&J<5P0+L%Xq'IgD%c@&M5'IP/:/{%b@0</+HD%o@&MMPN2:'I/2/F5'S+J%Q5%X&Kd090+}@k5/5M5%N5"
+"%I2g%n@&K]'IgN5u?9?%U5k595W5:/l?:?D?/g0]W:?lIX+J%I5/?/5%e@5/&H50?05N5X/0/<5<{:+\\%t@&QMZ'I<520C+]%"
+"o@&S92/{'I+eD%n@l?&H(VM:+a@%o@&PF/+J'Ig(L+R%j@&L/2g'Ig'S+[%Z?&NS'KF3k+xD%k@&N2+cB#_@$_@'R+Ku?/?u59"
+"5%Wb5:?N/0/:F+H'I+eAu?%f@l?l/2/0+Z/&I%g@l/Nx0{/&J%m@&OF/Z+L%hAq(I+uD%`@2+M'Ig%H5%d@v5v/Z+I'\\I<%]?"
+"&U5&M+hAk595%e@bI05:5l/0{'Iga595%_@X5:5X/q'I+uH%RN<q:/0%L5%a@lIX(L'I0+tA/+N'T)\\+L2%y[+eB'nB5Z+J%c"
+"E+kqA%`B<+L%o`@+O0a&N+I%z{B]%fQ+xtE%]&Q'I+eu@%xPq%^5'IS<%nA5'Ig%]?X2+I%o@lZQM23+I'I5m5%T]%R+oL%l@F"
+"'I+eE#_@$_@'VP+dB%jAS0/&v@qN%L+_A92/0+J:+M%w~D{%ue@+h@%I+fvGM5k595%bH+N/+\\C?/+MM{%kK+cgA%jB]%LI%H"
+"q%I?3:2+_zB)oF'Ig)sL+kA&m@?&V+H)sB+{@)uF+I)f@?){@XGb{v=l)]N)|@+T)aAD3+yB'S+K'S+K)vA+H'X+fC#Y$Y#Yj5"
+"$Q#Y$Y-57?-?7?K5sL5.5j5$J#Y$Y75K?s5i5$Y75K5U5-Ii5$Y#Y$Y#Y$Y#Y$Y#Y$Y#Y$Y#Y$[?#X3$X3`#X3$X3`#X3$X3`#"
+"X3$X3`#X3$X3`6?'q@)_O&v@Q&q@y0)M0=Z+NX5&N+oa@$I/$Sg`+tEl5&P?l5:5X]%}@+`@0+oB%l@Ilk?'IS/3+_I%]0+P%k"
+"@N'I]3+oM%[N'I+uE%]:/'IS2+_Nk5M595%N5%dE?'Hl+h@#a@$a@l/S'IS<+pW'z@3E3O+kA'l@3'N+aEM5%Z595/?/5%I5M5"
+"/5/g/S/5/5/5C595/?/5/5/5/5/595/?M5k5M5M5/5%I5%P]C5W5%P+s@=+mG)k@S)cB+K)N?)N5)N5)d@+I'L)`D+w@)\\+L)"
+"k@S)Hq=+Me+yC)w]S)PI)LI)vBS)~Ag)KS3+N)KS)w@{)Ig)g@{)]?)KS=+}@)sI+K)M?)LI)I])w@q)N?)Jg)Hq)rC5){A'I+"
+"e_@%_vh@+_@%y`Cg%}E?%asD+M%phF+N%mR+alA%}O+an@%jyC]%_bC+oivT&oF+oo~D";
+
+static uint8_t *uni_new(void) { // the class of every code point
+    uint8_t *class = xalloc(UNI_COUNT, 1);
+    size_t at = 0;
+    for (const char *p = uni_runs; *p;) {
+        int v = *p++ - '#', k = v % 10;
+        size_t n = (size_t)(v / 10);
+        for (int shift = 0, more = !n; more; shift += 5) {
+            int digit = *p++ - '?';
+            n |= (size_t)(digit & 31) << shift, more = digit & 32;
+        }
+        if (k != UNI_PAIRS) memset(class + at, k, n), at += n;
+        else
+            for (; n; n--) class[at++] = UNI_LU, class[at++] = UNI_LL;
+    }
+    assert(at == UNI_COUNT);
+    return class;
+}
+
+// A letter of a text: code point (21 bits), class (4 bits), length in bytes (3 bits).
+typedef uint32_t Letter;
+static uint32_t letter_code(Letter l) { return l & 0x1FFFFF; }
+static int letter_class(Letter l) { return l >> 21 & 15; }
+static int letter_bytes(Letter l) { return (int)(l >> 25); }
+
+static int letters_from(Letter *out, const uint8_t *uni, Span text) { // out: text.n Letters; count
+    int n = 0;
+    for (size_t at = 0; at < text.n; n++) {
+        uint32_t code;
+        uint32_t bytes = (uint32_t)utf8_next(text.p + at, text.n - at, &code);
+        out[n] = code | (uint32_t)uni[code] << 21 | bytes << 25;
+        at += bytes;
+    }
+    return n;
+}
+
+// ---- Re: a matcher for what pre-tokenisers use.
+//   pattern = branch { "|" branch }                 the first branch that fits is taken
+//   branch  = { item [ "?" | "*" | "+" ] }
+//   item    = set | "(?:" pattern ")" | "(?!" pattern ")"
+//   set     = "[" ["^"] { member ["-" member] } "]" | member
+//   member  = character | "\s" "\S" "\r" "\n" | "\p{L}", \p{Lu}, ... | "\" character
+// Groups take "?" at most and are atomic. The patterns are ours (a table below): they are trusted.
+typedef struct {
+    const Letter *text;
+    int end;                 // of the fragment; look-ahead sees it as the end of the text
+    struct { const char *set; Letter l; bool holds; } memo[512]; // sets already asked about letters
+} Re;
+
+static bool re_property(const char *name, int class) { // name: what follows "\p{"
+    static const char others[] = "MNPS"; // as in the enum, from UNI_M on
+    const char *other = strchr(others, *name);
+    if (other) return class == UNI_M + (int)(other - others);
+    if (name[1] == '}') return class <= UNI_LO; // \p{L}
+    return class == (name[1] == 'l' ? UNI_LL : strchr("ut", name[1]) ? UNI_LU : UNI_LO);
+}
+
+// Is l the member at *p? Moves *p past it. *literal: its code point if it may begin a range, or 0.
+static bool re_member(const char **p, Letter l, uint32_t *literal) {
+    *literal = 0;
+    if (**p == '\\') {
+        char e = (*p)[1];
+        *p += 2;
+        if (e == 's') return letter_class(l) == UNI_SPACE;
+        if (e == 'S') return letter_class(l) != UNI_SPACE;
+        if (e == 'p') {
+            const char *name = *p + 1;
+            *p = strchr(name, '}') + 1;
+            return re_property(name, letter_class(l));
+        }
+        *literal = e == 'n' ? '\n' : e == 'r' ? '\r' : (uint8_t)e;
+    } else *p += utf8_next(*p, 4, literal);
+    return *literal == letter_code(l);
+}
+
+static bool re_set(const char *p, Letter l) { // does the set at p hold l?
+    uint32_t lo, hi;
+    if (*p != '[') return re_member(&p, l, &lo);
+    bool negated = *++p == '^', hit = false;
+    if (negated) p++;
+    while (*p != ']') {
+        hit |= re_member(&p, l, &lo);
+        if (*p == '-' && lo) {
+            p++, hit |= re_member(&p, l, &hi);
+            hit |= letter_code(l) >= lo && letter_code(l) <= hi;
+        }
+    }
+    return hit != negated;
+}
+
+static bool re_holds(Re *r, const char *p, Letter l) { // the same from memory: half the time
+    size_t i = ((uint32_t)(uintptr_t)p * 0x9E3779B1u ^ l * 0x85EBCA6Bu) >> 23;
+    if (r->memo[i].set != p || r->memo[i].l != l) {
+        r->memo[i].set = p, r->memo[i].l = l;
+        r->memo[i].holds = re_set(p, l);
+    }
+    return r->memo[i].holds;
+}
+
+static const char *re_skip(const char *p) { // the end of the item at p
+    uint32_t code;
+    if (*p == '\\') return p[1] == 'p' ? strchr(p, '}') + 1 : p + 2;
+    if (*p != '[' && *p != '(') return p + utf8_next(p, 4, &code);
+    if (*p == '(') {
+        for (p++; *p != ')';) p = re_skip(p);
+    } else
+        do p = strchr(p + 1, ']'); // the sets are long: strchr is what makes this fast
+        while (p[-1] == '\\');
+    return p + 1;
+}
+
+static int re_match(Re *r, const char *p, int i);
+
+// Matches one branch from p on at letter i: the index after the match, or -1.
+static int re_branch(Re *r, const char *p, int i) {
+    if (!*p || *p == '|' || *p == ')') return i;
+    const char *q = re_skip(p);
+    bool optional = *q == '?' || *q == '*', repeated = *q == '*' || *q == '+';
+    q += optional || repeated;
+    if (*p == '(') {
+        int j = re_match(r, p + 3, i);
+        if (p[2] == '!') return j < 0 ? re_branch(r, q, i) : -1;
+        int end = j < 0 ? -1 : re_branch(r, q, j);
+        return end < 0 && optional ? re_branch(r, q, i) : end;
+    }
+    int j = i, end = -1;
+    while (j < r->end && (repeated || j == i) && re_holds(r, p, r->text[j])) j++;
+    for (; j >= i + !optional && end < 0; j--) end = re_branch(r, q, j); // gives back one by one
+    return end;
+}
+
+static int re_match(Re *r, const char *p, int i) { // the same for a pattern: its branches in order
+    for (;; p++) {
+        int end = re_branch(r, p, i);
+        if (end >= 0) return end;
+        while (*p && *p != '|' && *p != ')') p = re_skip(p);
+        if (*p != '|') return -1;
+    }
+}
+
+// Cuts n letters into words: cut[i] != 0 where one begins. Matches become words, gaps between
+// matches too; each pattern is run on every piece that the earlier ones left.
+static void re_cut(const char *const *patterns, const Letter *text, int n, uint8_t *cut) {
+    for (; *patterns; patterns++) {
+        Re r = {.text = text};
+        for (int i = 0; i < n;) {
+            const uint8_t *next = memchr(cut + i + 1, 1, (size_t)(n - i - 1));
+            r.end = next ? (int)(next - cut) : n;
+            while (i < r.end) {
+                int end = re_match(&r, *patterns, i);
+                if (end > i) cut[i] = cut[end] = 1; // cut has n + 1 places
+                i = MAX(end, i + 1);
+            }
+        }
+    }
+}
+
+// ---- the expressions, as their authors wrote them (llama.cpp: src/llama-vocab.cpp and the models'
+// tokenizer.json), but for two spellings: "(?i:'s)" is "'[sS]" here, and \p{N}{1,3} this:
+#define RE_UP_TO_3 "\\p{N}\\p{N}?\\p{N}?"
+#define RE_ENDINGS "(?:'[sS\u017ftTmMdD]|'[rR][eE]|'[vV][eE]|'[lL][lL])"
+#define RE_SPACES "\\s+(?!\\S)|\\s+"
+#define RE_GPT2 "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|" RE_SPACES
+#define RE_WORDS(numbers) RE_ENDINGS "|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|" numbers \
+    "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|" RE_SPACES
+#define RE_UPPER "[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]"
+#define RE_LOWER "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]"
+#define RE_CASED(endings, numbers) \
+    "[^\\r\\n\\p{L}\\p{N}]?" RE_UPPER "*" RE_LOWER "+" endings "|" \
+    "[^\\r\\n\\p{L}\\p{N}]?" RE_UPPER "+" RE_LOWER "*" endings "|" \
+    numbers "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|" RE_SPACES
+
+typedef struct Pretok {
+    const char *names;           // values of tokenizer.ggml.pre, separated by spaces
+    bool ignore_merges;          // a word that is a token is taken whole
+    bool add_bos;                // unless the file says otherwise
+    const char *patterns[6];     // applied one after the other
+} Pretok;
+
+// To add a pre-tokeniser: one row. 1. Find `pre` in the file (run -m info) and the expressions in
+// its tokenizer.json. 2. Write them here, each backslash twice; a new escape or group goes into
+// re_member or re_branch. 3. Add texts with the ids of the tokenizers library to tests/.
+static const Pretok pretok[] = {
+    {"default", false, false,
+     {"[\\p{P}\\$\\+<=>\\^~\\|]+", RE_GPT2, "\\p{N}+", "[0-9][0-9][0-9]"}},
+    {"gpt-2 phi-2 mpt olmo jais roberta-bpe modern-bert gigachat mellum exaone4 granite-docling",
+     false, false, {RE_GPT2}},
+    {"smollm starcoder refact command-r codeshell exaone minerva-7b", false, false,
+     {"\\p{N}", RE_GPT2}},
+    {"llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2", true, true,
+     {RE_WORDS(RE_UP_TO_3)}},
+    // converters give these names to copies of Llama 3 as well, whose authors' code ignores merges
+    {"smaug-bpe dbrx chatglm-bpe glm4 glm5", true, false, {RE_WORDS(RE_UP_TO_3)}},
+    {"qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan grok-2", false, false, {RE_WORDS("\\p{N}")}},
+    {"qwen35", false, false,
+     {RE_ENDINGS "|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}"
+      "| ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|" RE_SPACES}},
+    {"deepseek-coder", false, false,
+     {"[\\r\\n]", "\\s?\\p{L}+", "\\s?\\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+      "\\p{N}"}},
+    {"deepseek-v3 hunyuan-dense joyai-llm hy_v4", false, false,
+     {RE_UP_TO_3, "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+      "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?"
+      "[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|" RE_SPACES}},
+    {"tekken", true, true, {RE_CASED("", "\\p{N}")}},
+    {"gpt-4o llama4 kanana2 minimax-m2", false, false, {RE_CASED(RE_ENDINGS "?", RE_UP_TO_3)}},
+    {"falcon", false, false, {"[\\p{P}\\$\\+<=>\\^~\\|`]+", RE_GPT2, "[0-9][0-9][0-9]"}},
+};
+
+static const Pretok *pretok_find(Span name) { // NULL if there is none
+    for (int i = 0; i < COUNT(pretok); i++)
+        for (const char *p = pretok[i].names; *p; p += strcspn(p, " "), p += *p == ' ')
+            if (strcspn(p, " ") == name.n && !memcmp(p, name.p, name.n)) return &pretok[i];
+    return NULL;
+}
+
+/* ------------------------------------------------------------------------------------------------
+ * Chapter 8. Tokens
+ *
+ * A model reads numbers; its vocabulary says which piece of text each one stands for. A text can be
+ * cut into such pieces in many ways and the model knows one of them, found alike everywhere: begin
+ * with single characters (or bytes) and join the best two neighbours until no two make a token.
+ * Only "best" differs: SentencePiece files score the tokens, byte-level files rank the merges of
+ * their training. So there is one merge loop, near-linear for any text, over a heap of pairs, and
+ * one table, text -> id, for both: a merge is kept under the token it gives. The price: a pair is
+ * hashed whenever it is met. The gain: 150,000 tokens are ready in milliseconds. Control tokens are
+ * cut out first (bytes that a user typed never become one), and Stream turns pieces back into text
+ * that is always valid UTF-8.
+ */
+typedef struct { int32_t *p; size_t n, cap; } Ids;
+
+static void *grown(void *p, size_t *cap, size_t n, size_t size) { // p with room for n items
+    if (n <= *cap) return p;
+    size_t new_cap = MAX(n, 2 * *cap + 64);
+    p = new_cap > PTRDIFF_MAX / size ? NULL : realloc(p, new_cap * size);
+    if (!p) die("out of memory: %zu times %zu bytes", new_cap, size);
+    *cap = new_cap;
+    return p;
+}
+
+static void ids_add(Ids *ids, int id) {
+    ids->p = grown(ids->p, &ids->cap, ids->n + 1, sizeof *ids->p);
+    ids->p[ids->n++] = id;
+}
+
+// ---- the vocabulary
+enum { TYPE_NORMAL = 1, TYPE_UNKNOWN, TYPE_CONTROL, TYPE_USER, TYPE_UNUSED, TYPE_BYTE };
+enum { NO_TOKEN = -1 };
+#define TOK_BAR "\xE2\x96\x81" // U+2581: a space in SentencePiece's texts
+
+static int tok_find(const Vocab *v, Span text) { // by its text in the file
+    return v->size ? (int)map_find(&v->index, v->text, text) : NO_TOKEN;
+}
+
+static int tok_find_piece(const Vocab *v, Span text) { // only what merging may make
+    int id = tok_find(v, text), type = id < 0 ? TYPE_CONTROL : v->type[id];
+    return type == TYPE_CONTROL || type == TYPE_UNKNOWN || type == TYPE_BYTE ? NO_TOKEN : id;
+}
+
+static int tok_find_text(const Vocab *v, const char *text) {
+    return tok_find(v, (Span){text, strlen(text)});
+}
+
+// Byte-level BPE writes each byte as one printable character: those of Latin-1 that print stand for
+// themselves, the other 68 bytes are U+0100, U+0101, ... in order (a space is U+0120).
+static uint32_t byte_to_code(uint8_t b) {
+    return b <= 32 ? 256u + b : b >= 127 && b <= 160 ? 162u + b : b == 173 ? 323 : b;
+}
+
+static int code_to_byte(uint32_t c) { // or -1
+    if (c < 256) return byte_to_code((uint8_t)c) == c ? (int)c : -1;
+    return c <= 288 ? (int)c - 256 : c <= 322 ? (int)c - 162 : c == 323 ? 173 : -1;
+}
+
+static bool bar_at(const char *p, size_t n) { return n >= 3 && !memcmp(p, TOK_BAR, 3); }
+static Span tok_space(const Vocab *v) { return v->bin ? SPAN(" ") : SPAN(TOK_BAR); }
+static Span tok_spelling(const Vocab *v, int id) { return v->text[id]; }
+
+// ---- building one
+static void vocab_new(Vocab *v, int size) {
+    v->size = size;
+    v->text = xalloc((size_t)size, sizeof *v->text);
+    v->type = xalloc((size_t)size, sizeof *v->type);
+    v->stop = xalloc((size_t)size, sizeof *v->stop);
+    if (v->kind == VOCAB_SPM) v->score = xalloc((size_t)size, sizeof *v->score);
+}
+
+static void vocab_free(Vocab *v) {
+    free(v->text), free(v->type), free(v->score), free(v->index.slot), free(v->merge);
+    free(v->merge_of), free(v->uni), free(v->stop);
+    *v = (Vocab){0};
+}
+
+// Enters the texts; for SentencePiece, finds the byte tokens and what stands before spaces.
+static void vocab_index(Vocab *v) {
+    Span space = tok_space(v);
+    v->index = map_new((size_t)v->size);
+    for (int id = 0; id < v->size; id++) {
+        if (id + 16 < v->size) // the table is larger than the caches: ask for its lines early
+            __builtin_prefetch(&v->index.slot[span_hash(v->text[id + 16]) & v->index.mask]);
+        map_add(&v->index, v->text, (uint32_t)id);
+        Span s = v->text[id];
+        for (size_t i = 1; v->kind == VOCAB_SPM && i + space.n <= s.n; i++)
+            if (s.p[i] == space.p[0] && !memcmp(s.p + i, space.p, space.n))
+                v->glue[(uint8_t)s.p[i - 1]] = true;
+    }
+    for (int b = 0; b < 256 && v->kind == VOCAB_SPM; b++) {
+        char text[8];
+        snprintf(text, sizeof text, "<0x%02X>", (unsigned)b);
+        int id = tok_find_text(v, text);
+        if (id >= 0 && v->type[id] == TYPE_NORMAL) v->type[id] = TYPE_BYTE;
+        v->byte_id[b] = id >= 0 && v->type[id] == TYPE_BYTE ? id : NO_TOKEN;
+    }
+}
+
+static bool merge_gives(const Vocab *v, int id, Span line, uint32_t left) { // its space left out
+    return id < v->size && v->text[id].n == line.n - 1 && !memcmp(v->text[id].p, line.p, left) &&
+           !memcmp(v->text[id].p + left, line.p + left + 1, line.n - left - 1);
+}
+
+// Merges are lines "left right". One that gives no token is never used and dropped, like lines
+// without two parts and repeated ones (the first rank counts). Nearly every merge makes the token
+// of the merge before it or the next one: a look there saves most of the searching.
+static void vocab_read_merges(Vocab *v, Reader r, uint64_t n) {
+    v->merge = xalloc((size_t)n, sizeof *v->merge);
+    v->merge_of = xalloc((size_t)v->size, sizeof *v->merge_of);
+    memset(v->merge_of, 0xFF, (size_t)v->size * sizeof *v->merge_of);
+    Str joined = {0};
+    int last = 0;
+    for (uint64_t rank = 0; rank < n && !r.error; rank++) {
+        Span s = rd_string(&r);
+        const char *space = s.n > 2 ? memchr(s.p + 1, ' ', s.n - 2) : NULL;
+        if (!space || s.n > UINT32_MAX) continue;
+        uint32_t left = (uint32_t)(space - s.p);
+        int id = last;
+        if (!merge_gives(v, id, s, left) && !merge_gives(v, ++id, s, left)) {
+            joined.n = 0;
+            str_add(&joined, s.p, left), str_add(&joined, space + 1, s.n - left - 1);
+            id = tok_find_piece(v, (Span){joined.p, joined.n});
+        }
+        if (id < 0) continue;
+        last = id;
+        int32_t m = v->merge_of[id];
+        while (m >= 0 && v->merge[m].left != left) m = v->merge[m].next;
+        if (m >= 0) continue;
+        v->merge[rank] = (Merge){v->merge_of[id], left};
+        v->merge_of[id] = (int32_t)rank;
+    }
+    str_free(&joined);
+    rd_check(&r);
+}
+
+// Files made without the original tokenizer.model have one score for all. The order of the ids is
+// the order of the merges then, only pieces of spaces come last (verified with three vocabularies).
+static void vocab_repair_scores(Vocab *v) {
+    float low = INFINITY, high = -INFINITY;
+    for (int id = 0; id < v->size; id++) {
+        float score = v->score[id];
+        if (v->type[id] == TYPE_NORMAL) low = MIN(low, score), high = MAX(high, score);
+    }
+    if (low != high) return;
+    for (int id = 0; id < v->size; id++) {
+        Span s = v->text[id];
+        while (bar_at(s.p, s.n)) s.p += 3, s.n -= 3;
+        v->score[id] = s.n ? -(float)id : -1e9f;
+    }
+}
+
+// Texts that end a reply (llama.cpp: src/llama-vocab.cpp). `</s>` is not among them: in Gemma's
+// files it is an HTML tag like others, so it ends a reply only where the file makes it control.
+static const char *const tok_ends[] = {
+    "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>", // gpt-oss: but these end no reply
+    "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>",
+    "<|return|>", "<|call|>", "<end_of_turn>", "<eos>", "<EOT>", "\u2581<EOT>", "[EOT]", "[EOS]",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "[PAD]",
+    "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<reponame>", "<|file_sep|>",
+};
+enum { TOK_NOT_ENDS = 4 };
+
+static void vocab_stop(Vocab *v, int id, bool stop) { // makes it control; does it end a reply too?
+    if (id >= 0) v->type[id] = TYPE_CONTROL, v->stop[id] |= stop;
+}
+
+// What the list names is control even where a file calls it user-defined: no user can type it.
+static void vocab_stops(Vocab *v) {
+    for (int i = 0; i < COUNT(tok_ends); i++)
+        vocab_stop(v, tok_find_text(v, tok_ends[i]), i >= TOK_NOT_ENDS);
+    int s = tok_find_text(v, "</s>"), end = tok_find_text(v, "<|end|>");
+    if (s >= 0 && v->type[s] == TYPE_CONTROL) v->stop[s] = true;
+    bool harmony = tok_find_text(v, "<|return|>") >= 0 && tok_find_text(v, "<|call|>") >= 0;
+    if (harmony && end >= 0 && end != v->eos) v->stop[end] = false; // gpt-oss: ends one message
+}
+
+static void vocab_specials(Vocab *v) {
+    for (int id = 0; id < v->size; id++) {
+        Span s = v->text[id];
+        int type = v->type[id];
+        if (type != TYPE_CONTROL && type != TYPE_UNKNOWN && type != TYPE_USER) continue;
+        if (!s.n || s.n > UINT8_MAX) continue;
+        uint8_t *longest = &v->longest[(uint8_t)s.p[0]];
+        *longest = (uint8_t)MAX(*longest, s.n), v->special_length[s.n] = true;
+    }
+}
+
+static int vocab_id(const Vocab *v, const Gguf *g, const char *name, int missing, Str *warnings) {
+    char key[64];
+    snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", name);
+    int64_t id = gguf_int(g, key, INT64_MIN, INT64_MAX, -1);
+    if (id == -1) return missing < v->size ? missing : NO_TOKEN;
+    if (id >= 0 && id < v->size) return (int)id;
+    str_printf(warnings, "special token %" PRId64 " is ignored: %d tokens\n", id, v->size);
+    return NO_TOKEN;
+}
+
+static void vocab_ids(Vocab *v, const Gguf *g, Str *warnings) {
+    static const char *const ends[] = {"eot", "eom", "fim_pad", "fim_rep", "fim_sep"};
+    bool spm = v->kind == VOCAB_SPM; // gpt2's built-in ids (11) fit no vocabulary: left out
+    v->bos = vocab_id(v, g, "bos", spm ? 1 : NO_TOKEN, warnings);
+    v->eos = vocab_id(v, g, "eos", spm ? 2 : NO_TOKEN, warnings);
+    v->unk = vocab_id(v, g, "unknown", spm ? 0 : NO_TOKEN, warnings);
+    vocab_stop(v, v->eos, true);
+    for (int i = 0; i < COUNT(ends); i++)
+        vocab_stop(v, vocab_id(v, g, ends[i], NO_TOKEN, warnings), true);
+    vocab_stop(v, v->bos, false);
+}
+
+// Warnings are appended, one line each. Texts stay in the file.
+static void vocab_from_gguf(Vocab *v, const Gguf *g, Str *warnings) {
+    Reader tokens = *g->r, merges = tokens, scores = tokens, types = tokens;
+    Span model = gguf_string(g, "tokenizer.ggml.model"), pre = gguf_string(g, "tokenizer.ggml.pre");
+    uint64_t n = gguf_array(g, "tokenizer.ggml.tokens", GGUF_STRING, &tokens);
+    uint64_t n_merges = gguf_array(g, "tokenizer.ggml.merges", GGUF_STRING, &merges);
+    uint64_t n_scores = gguf_array(g, "tokenizer.ggml.scores", GGUF_F32, &scores);
+    uint64_t n_types = gguf_array(g, "tokenizer.ggml.token_type", GGUF_I32, &types);
+    *v = (Vocab){.bos = NO_TOKEN, .eos = NO_TOKEN, .unk = NO_TOKEN};
+    if (span_is(model, "no_vocab") || span_is(model, "none") || (!model.n && !n)) return;
+    v->kind = span_is(model, "llama") ? VOCAB_SPM : VOCAB_BPE;
+    if (v->kind == VOCAB_BPE && !span_is(model, "gpt2"))
+        die("%s: tokenizer.ggml.model is \"%.*s\", expected llama or gpt2", g->r->name, SHOWN(model));
+    if (!n || n > 1 << 28 || n_merges > 1 << 30 || (n_scores && n_scores != n)
+        || (n_types && n_types != n))
+        die("%s: a vocabulary of %" PRIu64 " tokens, %" PRIu64 " merges, %" PRIu64 " scores, %" PRIu64
+            " token types", g->r->name, n, n_merges, n_scores, n_types);
+    vocab_new(v, (int)n);
+    for (int id = 0; id < v->size; id++) {
+        v->text[id] = rd_string(&tokens);
+        uint32_t type = n_types ? (uint32_t)rd_uint(&types, 4) : TYPE_NORMAL;
+        v->type[id] = type && type < TYPE_BYTE ? (uint8_t)type : TYPE_NORMAL; // see vocab_index
+        const uint8_t *score = n_scores ? rd_bytes(&scores, 4) : NULL;
+        if (score && v->score) v->score[id] = f32_at(score);
+    }
+    rd_check(&tokens), rd_check(&types), rd_check(&scores);
+    vocab_index(v);
+    vocab_ids(v, g, warnings);
+    vocab_stops(v);
+    vocab_specials(v);
+    if (v->kind == VOCAB_SPM) vocab_repair_scores(v);
+    else {
+        vocab_read_merges(v, merges, n_merges);
+        v->pre = pretok_find(pre), v->uni = uni_new();
+        if (!v->pre && (pre.n || n_merges))
+            str_printf(warnings, "pre-tokenizer \"%.*s\" is unknown: \"default\" is used instead, "
+                       "many texts may get wrong ids\n", SHOWN(pre));
+        if (!v->pre) v->pre = &pretok[0];
+    }
+    int add_bos = gguf_bool(g, "tokenizer.ggml.add_bos_token");
+    v->add_bos = add_bos >= 0 ? add_bos : !v->pre || v->pre->add_bos;
+    v->add_eos = gguf_bool(g, "tokenizer.ggml.add_eos_token") > 0;
+    v->space_prefix = v->kind == VOCAB_SPM && gguf_bool(g, "tokenizer.ggml.add_space_prefix") != 0;
+    v->strip_after = v->kind == VOCAB_SPM && tok_find_text(v, "<|placeholder1|>") >= 0; // Phi-3
+}
+
+// llama2.c's tokenizer.bin: u32 longest, then for each token f32 score, i32 length, bytes. How many
+// there are is for the model to say. Ids 1 and 2 are BOS and EOS, whatever their texts; these have
+// newlines around them for display, which tok_piece puts back.
+static void vocab_from_bin(Vocab *v, Reader *r, int vocab_size) {
+    *v = (Vocab){.kind = VOCAB_SPM, .bin = true, .add_bos = true, .space_prefix = true};
+    vocab_new(v, vocab_size);
+    uint64_t longest = rd_uint(r, 4), n = 0;
+    for (; !r->error && r->at < r->size; n++) {
+        const uint8_t *score = rd_bytes(r, 4);
+        uint64_t length = rd_uint(r, 4);
+        if (length > longest || length > 1 << 20) rd_fail(r, "a token longer than the longest");
+        Span text = {(const char *)rd_bytes(r, length), (size_t)length};
+        if (r->error || n >= (uint64_t)v->size) continue;
+        if ((n == 1 || n == 2) && text.n > 2 && *text.p == '\n') text.p++, text.n -= 2;
+        v->text[n] = text;
+        v->score[n] = f32_at(score);
+        v->type[n] = n == 0 ? TYPE_UNKNOWN : n <= 2 ? TYPE_CONTROL : TYPE_NORMAL;
+    }
+    rd_check(r);
+    if (n != (uint64_t)vocab_size)
+        die("%s: holds %" PRIu64 " tokens, the model has %d", r->name, n, vocab_size);
+    vocab_index(v);
+    vocab_specials(v);
+    v->unk = 0, v->bos = vocab_size > 1 ? 1 : NO_TOKEN, v->eos = vocab_size > 2 ? 2 : NO_TOKEN;
+    if (v->eos >= 0) v->stop[v->eos] = true;
+}
+
+// ---- merging
+typedef struct { uint64_t *p; size_t n, cap; } Heap; // smallest first
+
+static void heap_push(Heap *h, uint64_t key) {
+    h->p = grown(h->p, &h->cap, h->n + 1, sizeof *h->p);
+    size_t i = h->n++;
+    for (; i && h->p[(i - 1) / 2] > key; i = (i - 1) / 2) h->p[i] = h->p[(i - 1) / 2];
+    h->p[i] = key;
+}
+
+static uint64_t heap_pop(Heap *h) { // h->n > 0
+    uint64_t top = h->p[0], key = h->p[--h->n];
+    size_t i = 0, child;
+    for (; (child = 2 * i + 1) < h->n; i = child) {
+        if (child + 1 < h->n && h->p[child + 1] < h->p[child]) child++;
+        if (h->p[child] >= key) break;
+        h->p[i] = h->p[child];
+    }
+    h->p[i] = key;
+    return top;
+}
+
+typedef struct {             // the symbol that begins at this byte of the word
+    uint32_t length, before; // bytes of it and of the one before it
+    uint32_t order;          // of joining it with the next: smaller comes first
+} Symbol;
+#define NEVER UINT32_MAX     // an order: they make no token
+
+typedef struct { // memory that the words of one text share
+    const Vocab *v;
+    Ids *out;
+    Str text;
+    Symbol *symbol;          // [cap]
+    size_t cap;
+    Heap heap;
+    uint8_t *whole;          // [size] does merging a token's text give it? 0 unknown, 1 yes, 2 no
+} Encoder;
+
+// Enters the pair that begins at byte i. Order: score from high to low or rank from low to high,
+// then from left to right.
+static void tok_pair(Encoder *e, Span word, uint32_t i) {
+    const Vocab *v = e->v;
+    Symbol *s = &e->symbol[i], *next = s + s->length;
+    s->order = NEVER;
+    if (i + s->length == word.n) return;
+    int id = tok_find_piece(v, (Span){word.p + i, s->length + next->length});
+    if (id < 0) return;
+    if (v->kind == VOCAB_SPM) {
+        float order = 0.0f - v->score[id];
+        memcpy(&s->order, &order, 4);
+        s->order ^= s->order >> 31 ? 0xFFFFFFFF : 0x80000000; // bits that sort as the numbers do
+    } else {
+        int32_t m = v->merge_of[id];
+        while (m >= 0 && v->merge[m].left != s->length) m = v->merge[m].next;
+        s->order = (uint32_t)m; // -1 is NEVER
+    }
+    if (s->order != NEVER) heap_push(&e->heap, (uint64_t)s->order << 32 | i);
+}
+
+// Appends a symbol's token; else its bytes' tokens; else, without those, one unknown token.
+// Byte-level vocabularies lack some bytes that no text has: dropped, as by the tokenizers library.
+static void tok_add(const Vocab *v, Span s, Ids *out) {
+    int id = tok_find_piece(v, s);
+    if (id >= 0) ids_add(out, id);
+    for (size_t i = 0; id < 0 && v->kind == VOCAB_SPM && i < s.n; i++) {
+        int byte = v->byte_id[(uint8_t)s.p[i]];
+        if (byte < 0) id = v->unk, i = s.n;
+        if (byte >= 0 || id >= 0) ids_add(out, byte >= 0 ? byte : id);
+    }
+}
+
+static void tok_merge(Encoder *e, Span word) { // appends the ids of one word
+    e->symbol = grown(e->symbol, &e->cap, word.n, sizeof *e->symbol);
+    Symbol *s = e->symbol;
+    uint32_t n = (uint32_t)word.n, before = 0, code;
+    for (uint32_t i = 0; i < n; i += before) {
+        s[i] = (Symbol){(uint32_t)utf8_next(word.p + i, n - i, &code), before, NEVER};
+        before = s[i].length;
+    }
+    for (uint32_t i = 0; i < n; i += s[i].length) tok_pair(e, word, i);
+    while (e->heap.n) {
+        uint64_t key = heap_pop(&e->heap);
+        uint32_t i = (uint32_t)key, next = i + s[i].length;
+        if (s[i].order != key >> 32) continue; // the symbol is gone or has grown since
+        s[i].length += s[next].length, s[next].order = NEVER;
+        next = i + s[i].length;
+        if (next < n) s[next].before = s[i].length;
+        tok_pair(e, word, i);
+        if (i) tok_pair(e, word, i - s[i].before);
+    }
+    for (uint32_t i = 0; i < n; i += s[i].length)
+        tok_add(e->v, (Span){word.p + i, s[i].length}, e->out);
+}
+
+// A word whose own token merging arrives at takes that token at once; which words do is remembered:
+// prose twice as fast.
+static void tok_word(Encoder *e, Span word, bool ignore_merges) {
+    int id = tok_find_piece(e->v, word);
+    if (id >= 0 && (ignore_merges || e->whole[id] == 1)) {
+        ids_add(e->out, id);
+        return;
+    }
+    size_t before = e->out->n;
+    tok_merge(e, word);
+    if (id >= 0) e->whole[id] = e->out->n == before + 1 && e->out->p[before] == id ? 1 : 2;
+}
+
+// SentencePiece: spaces become U+2581 and one may go in front. The text is cut before a space that
+// no token could join to what stands before it: small heaps, and words that `whole` knows.
+static void tok_spaced(Encoder *e, Span raw) {
+    const Vocab *v = e->v;
+    Span space = tok_space(v);
+    Str *s = &e->text;
+    s->n = 0;
+    if (v->space_prefix) str_add(s, space.p, space.n);
+    for (size_t i = 0; i < raw.n; i++) {
+        bool bar = bar_at(raw.p + i, raw.n - i); // a space for SentencePiece
+        if (bar || raw.p[i] == ' ') str_add(s, space.p, space.n), i += bar ? 2 : 0;
+        else str_add(s, raw.p + i, 1);
+    }
+    for (size_t i = 1, from = 0; from < s->n; i++) {
+        const char *p = s->p + i;
+        bool cut = s->n - i >= space.n && !memcmp(p, space.p, space.n) && !v->glue[(uint8_t)p[-1]];
+        if (!cut && i < s->n) continue;
+        tok_word(e, (Span){s->p + from, i - from}, false);
+        from = i;
+    }
+}
+
+// Text without special tokens. Byte-level BPE cuts it into words by `pre` and maps their bytes.
+static void tok_raw(Encoder *e, const char *from, const char *to) {
+    const Vocab *v = e->v;
+    Span raw = {from, (size_t)(to - from)};
+    if (!raw.n) return;
+    if (v->kind == VOCAB_SPM) {
+        tok_spaced(e, raw);
+        return;
+    }
+    Letter *letter = xalloc(raw.n, sizeof *letter);
+    uint8_t *cut = xalloc(raw.n + 1, 1);
+    int n = letters_from(letter, v->uni, raw);
+    re_cut(v->pre->patterns, letter, n, cut);
+    for (int i = 0; i < n;) {
+        const char *p = raw.p;
+        do raw.p += letter_bytes(letter[i++]);
+        while (i < n && !cut[i]);
+        e->text.n = 0;
+        for (; p < raw.p; p++) utf8_put(&e->text, byte_to_code((uint8_t)*p));
+        tok_word(e, (Span){e->text.p, e->text.n}, v->pre->ignore_merges);
+    }
+    free(letter), free(cut);
+}
+
+// ---- encoding
+enum { TOK_SPECIAL = 1 };               // control tokens written in the text count
+enum { TOK_MAX_TEXT = INT32_MAX / 4 };  // bytes; a space can grow to three, offsets are 32 bits
+
+// The longest special token with which `rest` begins and that may match there, or NO_TOKEN. Control
+// and unknown tokens need TOK_SPECIAL and bytes of which none was `typed` by a user.
+static int special_at(const Vocab *v, Span rest, const uint8_t *typed, int flags) {
+    size_t longest = MIN(rest.n, v->longest[(uint8_t)rest.p[0]]), untyped = 0;
+    while (flags & TOK_SPECIAL && untyped < longest && !(typed && typed[untyped])) untyped++;
+    for (size_t n = longest; n > 0; n--) {
+        int id = v->special_length[n] ? tok_find(v, (Span){rest.p, n}) : NO_TOKEN;
+        int type = id < 0 ? TYPE_NORMAL : v->type[id];
+        if (type == TYPE_USER) return id;
+        if ((type == TYPE_CONTROL || type == TYPE_UNKNOWN) && n <= untyped) return id;
+    }
+    return NO_TOKEN;
+}
+
+// Appends the ids of a text, without BOS. typed: NULL, or for each byte of the text a byte that is
+// not 0 where a user typed it: no control token matches there, user-defined ones do.
+static void tok_encode(const Vocab *v, Span text, const uint8_t *typed, int flags, Ids *out) {
+    if (v->kind == VOCAB_NONE) die("the model has no tokenizer: give token ids (--ids)");
+    if (text.n > TOK_MAX_TEXT) die("a text of %zu bytes; at most %d", text.n, TOK_MAX_TEXT);
+    Encoder e = {.v = v, .out = out, .whole = xalloc((size_t)v->size, 1)};
+    size_t from = 0;
+    for (size_t i = 0; i < text.n; i++) {
+        int id = special_at(v, (Span){text.p + i, text.n - i}, typed ? typed + i : NULL, flags);
+        if (id < 0) continue;
+        tok_raw(&e, text.p + from, text.p + i);
+        ids_add(out, id);
+        from = i + v->text[id].n;
+        bool keep = id == v->bos || id == v->unk || span_is(v->text[id], "<|endoftext|>");
+        if (v->strip_after && !keep)
+            while (from < text.n && isspace((unsigned char)text.p[from])) from++;
+        i = from - 1;
+    }
+    if (text.n) tok_raw(&e, text.p + from, text.p + text.n);
+    free(e.symbol), free(e.heap.p), free(e.whole), str_free(&e.text);
+}
+
+static void tok_bos(const Vocab *v, Ids *out) {
+    if (v->add_bos && v->bos >= 0) ids_add(out, v->bos);
+}
+
+// ---- decoding
+// Appends the bytes of a token. prev: the id before it, -1 if there is none: at the beginning, and
+// after BOS, the space that encoding put in front of the text is taken away again.
+static void tok_piece(const Vocab *v, int id, int prev, Str *out) {
+    if (id < 0 || id >= v->size) return; // rows that pad the embedding
+    Span s = v->text[id], space = tok_space(v);
+    int type = v->type[id];
+    if (type == TYPE_BYTE) str_add(out, &(char){(char)strtol(s.p + 3, NULL, 16)}, 1); // <0xHH>
+    else if (v->bin && type == TYPE_CONTROL)
+        str_add(out, "\n", 1), str_add(out, s.p, s.n), str_add(out, "\n", 1);
+    else if (type == TYPE_USER) str_add(out, s.p, s.n);
+    else if (type != TYPE_NORMAL && !v->bin) return;
+    else if (v->kind == VOCAB_SPM) {
+        bool first = v->space_prefix && (prev < 0 || prev == v->bos);
+        size_t i = first && s.n >= space.n && !memcmp(s.p, space.p, space.n) ? space.n : 0;
+        while (i < s.n) {
+            bool bar = bar_at(s.p + i, s.n - i);
+            str_add(out, bar ? " " : s.p + i, 1);
+            i += bar ? 3 : 1;
+        }
+    } else
+        for (uint32_t code; s.n;) {
+            size_t n = (size_t)utf8_next(s.p, s.n, &code);
+            int byte = code_to_byte(code);
+            if (byte >= 0) str_add(out, &(char){(char)byte}, 1);
+            else str_add(out, s.p, n);
+            s.p += n, s.n -= n;
+        }
+}
+
+static void tok_name(const Vocab *v, int id, Str *out) { // control tokens show their texts
+    size_t before = out->n;
+    tok_piece(v, id, INT_MAX, out);
+    if (out->n > before) return;
+    if (id < 0 || id >= v->size || !v->text[id].n) str_printf(out, "[%d]", id);
+    else str_add(out, v->text[id].p, v->text[id].n);
+}
+
+// ---- Stream: from pieces to what may be shown. It holds back an unfinished character and whatever
+// may become a stop string, and lets out nothing but valid UTF-8. On a terminal control characters
+// are replaced (no model sends escape codes), before stop strings are looked for.
+typedef struct {
+    const Span *stops;       // [n_stops] none empty
+    int n_stops;
+    bool terminal;
+    bool stopped;            // a stop string came: all that follows is dropped
+    Str raw;                 // the unfinished character
+    Str held;                // text given out by the last call, and after it text not shown yet
+    size_t shown;            // bytes of the former
+} Stream;
+
+static void str_drop(Str *s, size_t n) { // the first n bytes
+    if (n) memmove(s->p, s->p + n, s->n -= n);
+}
+
+// Bytes of held that may be shown: those before the first stop string, or before what may become
+// one. Which begins first counts, so that the pieces a text comes in make no difference.
+static size_t stream_ready(Stream *s, bool end) {
+    for (size_t at = 0; at < s->held.n; at++)
+        for (int i = 0; i < s->n_stops; i++) {
+            Span t = s->stops[i];
+            size_t n = MIN(t.n, s->held.n - at);
+            if (memcmp(s->held.p + at, t.p, n) || (n < t.n && end)) continue;
+            s->stopped = n == t.n;
+            return at;
+        }
+    return s->held.n;
+}
+
+static Span stream_take(Stream *s, bool end) { // end: nothing waits any more
+    size_t at = 0;
+    for (uint32_t code; at < s->raw.n;) { // whole characters go from raw to held
+        const char *p = s->raw.p + at;
+        int n = utf8_length(p, s->raw.n - at);
+        if (!n && !end) break;
+        bool control = n > 0 && is_control(p) && *p != '\n' && *p != '\t';
+        at += (size_t)utf8_next(p, s->raw.n - at, &code);
+        utf8_put(&s->held, s->terminal && control ? 0xFFFD : code); // U+FFFD for invalid bytes too
+    }
+    str_drop(&s->raw, at);
+    str_drop(&s->held, s->shown);
+    s->shown = s->stopped ? 0 : stream_ready(s, end);
+    return (Span){s->held.p, s->shown};
+}
+
+// Adds bytes and returns what may be shown now (valid until the next call).
+static Span stream_push(Stream *s, Span bytes) {
+    if (!s->stopped) str_add(&s->raw, bytes.p, bytes.n);
+    return stream_take(s, false);
+}
+
+static Span stream_flush(Stream *s) { return stream_take(s, true); } // the rest, at the end
+static void stream_free(Stream *s) { str_free(&s->raw), str_free(&s->held); }
 /* ------------------------------------------------------------------------------------------------
  * Chapter 9. Choosing a token
  *
