@@ -479,6 +479,7 @@ typedef struct {            // y[i * ldy + r] = row r of w times row i of x
     const Tensor *w;
     float *y;
     int64_t ldy;
+    int first, n;           // of these rows of x: row `first` makes y[0 .. ldy)
 } Product;
 
 typedef struct {            // a block of the file, opened: a weight is (u - format->offset) * s + m
@@ -1798,6 +1799,13 @@ static void acts_quantise(int isa, Acts *a, int row) {
     }
 }
 
+static void acts_copy(const Acts *to, int row, const Acts *from, int from_row) {
+    memcpy(to->x + row * to->ldx, from->x + from_row * from->ldx, sizeof(float) * (size_t)to->ldx);
+    memcpy(to->q + row * to->ldq, from->q + from_row * from->ldq, 2 * (size_t)to->ldq);
+    memcpy(to->dx + row * to->ldb, from->dx + from_row * from->ldb, 4 * (size_t)to->ldb);
+    memcpy(to->sum + 2 * row * to->ldb, from->sum + 2 * from_row * from->ldb, 8 * (size_t)to->ldb);
+}
+
 typedef struct {
     Panel panel;
     float part[(PANEL_COLUMNS + 7) * PANEL_ROWS * LANES]; // the last tile may be wider than needed
@@ -1880,13 +1888,16 @@ static void product_panels(const Worker *w, const Acts *x, const Product *p, lon
 // All threads of the team call it with the same list; all products are one row of tickets.
 static void matmul(Worker *w, const Acts *x, const Product *list, int count) {
     for (;;) {
-        long ticket = team_take(w->team), tickets;
+        long ticket = team_take(w->team), tickets = 0;
+        Acts part;
         int i = 0;
-        for (; i < count && ticket >= (tickets = product_tickets(w, x, list[i].w)); i++)
-            ticket -= tickets;
+        for (; i < count; i++, ticket -= tickets) {
+            part = acts_part(x, list[i].first, list[i].n, 0);
+            if (ticket < (tickets = product_tickets(w, &part, list[i].w))) break;
+        }
         if (i == count) break;
-        if (by_panels(w, x, list[i].w)) product_panels(w, x, &list[i], ticket);
-        else product_dots(w, x, &list[i], ticket);
+        if (by_panels(w, &part, list[i].w)) product_panels(w, &part, &list[i], ticket);
+        else product_dots(w, &part, &list[i], ticket);
     }
     team_wait(w->team);
 }
@@ -1900,26 +1911,73 @@ static void matmul(Worker *w, const Acts *x, const Product *list, int count) {
  * forward pass looks up, so that layers of one model may differ. Shapes are written (rows,
  * columns), rows first; a matrix of shape (out, in) maps in numbers to out.
  */
-enum { ROPE_PAIRS, ROPE_HALVES }; // what turns together: elements 2i and 2i+1, or i and i + n/2
+enum { // what a row of archs[] may say: which parts its layers must have, ...
+    NORM_BEFORE = 1 << 0,               // attn_norm
+    NORM_FFN = 1 << 1,                  // ffn_norm, named so; else
+    NORM_FFN_MOVED = 1 << 2,            // the same under the name post_attention_norm
+    NORM_AFTER = 1 << 3,                // norms of what a block gives, before it is added
+    NORM_QK = 1 << 4, NORM_QK_WIDE = 1 << 5, // of each head; of all heads as one vector
+    SINKS = 1 << 6,                     // a logit of every head that draws attention to nothing
+    SHARED = 1 << 7,                    // an expert that every token uses, behind a gate
+    // ... and what they do
+    TURN_HALVES = 1 << 8,               // rope turns elements i, i + n/2 together; else 2i, 2i + 1
+    GELU = 1 << 9, CLAMPED = 1 << 10,   // the gate's activation; else SiLU
+    EMBED_SCALED = 1 << 11,             // embeddings are multiplied by sqrt(dim)
+    WEIGHTS_SUM_1 = 1 << 12,            // of the chosen experts; else as the softmax over all says
+    WINDOW_ROPE = 1 << 13,              // layers with a window turn by a table without scaling
+    YARN_EXACT = 1 << 14,               // its ramp ends between elements
+    NORMS = NORM_BEFORE | NORM_FFN,
+};
 
 /* To add an architecture: one row here with what its files leave unsaid; if it brings a mechanism
  * that no row has yet, one knob in Config or Layer, filled in chapter 5, and one branch in chapter
- * 6; then a tiny reference model in tests/make.py. */
+ * 6; then a tiny reference model in tests/families.py. (Sources: transformers, llama.cpp.) */
 typedef struct {
     const char *name;                   // general.architecture of a GGUF
-    int rope;                           // which elements of a head turn together
+    int flags;
+    int period;                         // of so many layers the last sees all keys, the others have
+                                        // the window, if the file has one; 0: all have it
+    int no_rope;                        // every so many-th layer has no rope
+    int window;                         // where the file names none
+    float base;                         // of rope, where the file names none; 0: 10,000
+    float score_cap, logit_cap;         // where the file names none: c tanh(x / c); 0: none
+    int layers_own_scale;               // models of so many layers scale scores by dim / n_heads
 } Arch;
 
 static const Arch archs[] = {
-    {"llama", ROPE_PAIRS},              // Llama 1 to 3.x, TinyLlama, SmolLM2, Mistral; .bin files
+    // Llama 1 to 3.x, TinyLlama, SmolLM2, Mistral, Mixtral; .bin files
+    {.name = "llama", .flags = NORMS | WEIGHTS_SUM_1},
+    {.name = "mistral3", .flags = NORMS}, // Ministral 3, newer Mistral Small
+    {.name = "qwen2", .flags = NORMS | TURN_HALVES},
+    {.name = "qwen2moe", .flags = NORMS | TURN_HALVES | SHARED},
+    {.name = "qwen3", .flags = NORMS | TURN_HALVES | NORM_QK},
+    {.name = "qwen3moe", .flags = NORMS | TURN_HALVES | NORM_QK | WEIGHTS_SUM_1},
+    {.name = "gemma", .flags = NORMS | TURN_HALVES | GELU | EMBED_SCALED},
+    {.name = "gemma2", .flags = NORMS | NORM_AFTER | TURN_HALVES | GELU | EMBED_SCALED,
+     .period = 2, .window = 4096, .score_cap = 50, .logit_cap = 30, .layers_own_scale = 46},
+    {.name = "gemma3",
+     .flags = NORMS | NORM_AFTER | NORM_QK | TURN_HALVES | GELU | EMBED_SCALED | WINDOW_ROPE,
+     .period = 6, .base = 1e6f, .layers_own_scale = 62},
+    {.name = "phi3", .flags = NORMS | TURN_HALVES},
+    {.name = "olmo2", .flags = NORM_AFTER | NORM_QK_WIDE | TURN_HALVES | WINDOW_ROPE,
+     .period = 4},                      // Olmo 3 too
+    {.name = "granite", .flags = NORMS},
+    {.name = "granitemoe", .flags = NORMS | WEIGHTS_SUM_1},
+    {.name = "smollm3", .flags = NORMS, .no_rope = 4},
+    {.name = "gpt-oss",
+     .flags = NORM_BEFORE | NORM_FFN_MOVED | SINKS | TURN_HALVES | CLAMPED | WEIGHTS_SUM_1
+              | YARN_EXACT, .period = 2},
 };
 
 typedef struct { // rotary position table: angle of pair i at p is p * inv_freq[i]
     int n_rot;                          // how many elements of a head turn; the rest is copied
     double *inv_freq;                   // (n_rot / 2)
+    double *inv_long;                   // longrope: instead, where the cache holds more than
+    int short_len;                      // so many positions; else NULL
+    float scale;                        // of cosine and sine
 } Rope;
 
-enum { MAX_ROPES = 1 };                 // tables a model may have
+enum { ROPE_FULL, ROPE_WINDOW, N_ROPES }; // tables of a model; n_rot is 0 where one is not used
 
 typedef struct {
     const Arch *arch;
@@ -1927,10 +1985,18 @@ typedef struct {
     int n_layers;
     int n_heads, n_kv_heads, head_size; // defaults of the layers
     int hidden_dim;                     // width of the feed-forward part
+    int n_experts, n_used;              // experts of a layer, and of a token; 0: dense
+    int expert_dim, shared_dim;         // their width; that of the shared one
+    bool weights_sum_1;                 // of the chosen experts
     int seq_len;                        // positions the model was trained for
     int vocab_size;                     // rows of the embedding; may exceed the tokenizer's entries
     float norm_eps;
-    Rope rope[MAX_ROPES];
+    float embed_scale, residual_scale;  // of embeddings; of what blocks add to the stream
+    float score_cap, logit_cap;         // c tanh(x / c), 0: none
+    float logit_divisor;
+    float heat;                         // Ministral 3: queries at p are multiplied by
+    int heat_len;                       // 1 + heat * ln(1 + floor(p / heat_len))
+    Rope rope[N_ROPES];
 } Config;
 
 enum { LAYER_ATTENTION }; // kinds; layers with a recurrent state come as further kinds
@@ -1938,19 +2004,28 @@ enum { LAYER_ATTENTION }; // kinds; layers with a recurrent state come as furthe
 typedef struct {
     int kind;
     int n_heads, n_kv_heads, head_size;
-    int hidden_dim;
+    int hidden_dim;                     // of w1 .. w2: with experts, the shared one's; 0: none
+    int n_experts, expert_dim;          // 0: dense
     int window;                         // keys a query sees, itself included; 0: all before it
     int rope;                           // index of its rope table, -1: none
     int slot;                           // which part of the cache it writes and reads
     float score_scale;                  // of query times key
-    float *attn_norm, *ffn_norm;        // (dim)
+    float *attn_norm, *ffn_norm;        // (dim) in front of a block; NULL: as it is
+    float *attn_post, *ffn_post;        // (dim) behind it
     Tensor wq;                          // (n_heads * head_size, dim)
     Tensor wk, wv;                      // (n_kv_heads * head_size, dim)
     Tensor wo;                          // (dim, n_heads * head_size)
+    float *q_norm, *k_norm;             // (head_size), or all heads
+    float *sinks;                       // (n_heads)
     Tensor w1, w3;                      // (hidden_dim, dim): gate_proj and up_proj
     Tensor w2;                          // (dim, hidden_dim): down_proj
     float *bq, *bk, *bv, *bo;           // biases of wq ... w2, NULL where there are none
     float *b1, *b3, *b2;
+    float *shared_gate;                 // (dim) of the shared expert
+    Tensor router;                      // (n_experts, dim)
+    Tensor e1, e3;                      // (n_experts * expert_dim, dim): gate, up of all experts
+    Tensor e2;                          // (n_experts * dim, expert_dim): down
+    float *router_bias, *be1, *be3, *be2;
 } Layer;
 
 typedef struct { int32_t next; uint32_t left; } Merge; // left: bytes of the left part; index = rank
@@ -2020,49 +2095,87 @@ static const Arch *arch_find(Span name) {
  */
 enum {
     MAX_DIM = 1 << 20, MAX_LAYERS = 1 << 14, MAX_VOCAB = 1 << 24, MAX_POSITIONS = INT_MAX - 64,
-    MAX_KEYS = 1 << 16, MAX_TENSORS = 1 << 18,
+    MAX_KEYS = 1 << 16, MAX_TENSORS = 1 << 18, MAX_EXPERTS = 1024,
 };
 
 // ---- the parts of a layer, the same in every kind of file
-enum { NO_DIM, DIM, Q_DIM, KV_DIM, HIDDEN }; // what a part's sizes follow
+enum { NO_DIM, DIM, Q_DIM, KV_DIM, HEAD, HEADS, HIDDEN, EXPERTS, EXPERT_DIM, // what a part's sizes
+       ALL_EXPERT_DIM, ALL_DIM };                                            // follow
 
 typedef struct {
     const char *name;                   // in a GGUF: blk.N.NAME
     size_t at; // place in Layer: a Tensor, or a float * where rows is NO_DIM
     int rows, cols;
+    enum { ANY_LAYER, DENSE_LAYER, EXPERT_LAYER } in; // the others do not have it
+    int flags;                          // 0, or architectures without any of these do not have it
     bool optional;
+    const char *fused;                  // some files hold all parts of this name as one matrix
 } Part;
 
-#define PART_MATRIX(name, field, rows, cols) {name, offsetof(Layer, field), rows, cols, false}
-#define PART_VECTOR(name, field, cols, optional)                                                   \
-    {name, offsetof(Layer, field), NO_DIM, cols, optional}
+#define PART_MATRIX(name, field, rows, cols) name, offsetof(Layer, field), rows, cols
+#define PART_VECTOR(name, field, cols) name, offsetof(Layer, field), NO_DIM, cols
 enum { ATTN_NORM, WQ, WK, WV, WO, FFN_NORM, W1, W2, W3 }; // the order of .bin v0
 
 /* To add a part: a field in Layer, a row here, its use in chapter 6. */
 static const Part parts[] = {
-    [ATTN_NORM] = PART_VECTOR("attn_norm.weight", attn_norm, DIM, false),
-    [WQ] = PART_MATRIX("attn_q.weight", wq, Q_DIM, DIM),
-    [WK] = PART_MATRIX("attn_k.weight", wk, KV_DIM, DIM),
-    [WV] = PART_MATRIX("attn_v.weight", wv, KV_DIM, DIM),
-    [WO] = PART_MATRIX("attn_output.weight", wo, DIM, Q_DIM),
-    [FFN_NORM] = PART_VECTOR("ffn_norm.weight", ffn_norm, DIM, false),
-    [W1] = PART_MATRIX("ffn_gate.weight", w1, HIDDEN, DIM),
-    [W2] = PART_MATRIX("ffn_down.weight", w2, DIM, HIDDEN),
-    [W3] = PART_MATRIX("ffn_up.weight", w3, HIDDEN, DIM),
-    PART_VECTOR("attn_q.bias", bq, Q_DIM, true), PART_VECTOR("attn_k.bias", bk, KV_DIM, true),
-    PART_VECTOR("attn_v.bias", bv, KV_DIM, true), PART_VECTOR("attn_output.bias", bo, DIM, true),
-    PART_VECTOR("ffn_gate.bias", b1, HIDDEN, true), PART_VECTOR("ffn_down.bias", b2, DIM, true),
-    PART_VECTOR("ffn_up.bias", b3, HIDDEN, true),
+    [ATTN_NORM] = {PART_VECTOR("attn_norm.weight", attn_norm, DIM), .flags = NORM_BEFORE},
+    [WQ] = {PART_MATRIX("attn_q.weight", wq, Q_DIM, DIM), .fused = "attn_qkv.weight"},
+    [WK] = {PART_MATRIX("attn_k.weight", wk, KV_DIM, DIM), .fused = "attn_qkv.weight"},
+    [WV] = {PART_MATRIX("attn_v.weight", wv, KV_DIM, DIM), .fused = "attn_qkv.weight"},
+    [WO] = {PART_MATRIX("attn_output.weight", wo, DIM, Q_DIM)},
+    [FFN_NORM] = {PART_VECTOR("ffn_norm.weight", ffn_norm, DIM), .flags = NORM_FFN},
+    [W1] = {PART_MATRIX("ffn_gate.weight", w1, HIDDEN, DIM), DENSE_LAYER, .fused = "ffn_up.weight"},
+    [W2] = {PART_MATRIX("ffn_down.weight", w2, DIM, HIDDEN), DENSE_LAYER},
+    [W3] = {PART_MATRIX("ffn_up.weight", w3, HIDDEN, DIM), DENSE_LAYER, .fused = "ffn_up.weight"},
+    {PART_VECTOR("post_attention_norm.weight", ffn_norm, DIM), .flags = NORM_FFN_MOVED},
+    {PART_VECTOR("post_attention_norm.weight", attn_post, DIM), .flags = NORM_AFTER},
+    {PART_VECTOR("post_ffw_norm.weight", ffn_post, DIM), .flags = NORM_AFTER},
+    {PART_VECTOR("attn_q_norm.weight", q_norm, HEAD), .flags = NORM_QK},
+    {PART_VECTOR("attn_k_norm.weight", k_norm, HEAD), .flags = NORM_QK},
+    {PART_VECTOR("attn_q_norm.weight", q_norm, Q_DIM), .flags = NORM_QK_WIDE},
+    {PART_VECTOR("attn_k_norm.weight", k_norm, KV_DIM), .flags = NORM_QK_WIDE},
+    {PART_VECTOR("attn_sinks.weight", sinks, HEADS), .flags = SINKS},
+    {PART_VECTOR("attn_q.bias", bq, Q_DIM), .optional = true},
+    {PART_VECTOR("attn_k.bias", bk, KV_DIM), .optional = true},
+    {PART_VECTOR("attn_v.bias", bv, KV_DIM), .optional = true},
+    {PART_VECTOR("attn_output.bias", bo, DIM), .optional = true},
+    {PART_VECTOR("ffn_gate.bias", b1, HIDDEN), DENSE_LAYER, .optional = true},
+    {PART_VECTOR("ffn_down.bias", b2, DIM), DENSE_LAYER, .optional = true},
+    {PART_VECTOR("ffn_up.bias", b3, HIDDEN), DENSE_LAYER, .optional = true},
+    {PART_MATRIX("ffn_gate_inp.weight", router, EXPERTS, DIM), EXPERT_LAYER},
+    {PART_MATRIX("ffn_gate_exps.weight", e1, ALL_EXPERT_DIM, DIM), EXPERT_LAYER},
+    {PART_MATRIX("ffn_down_exps.weight", e2, ALL_DIM, EXPERT_DIM), EXPERT_LAYER},
+    {PART_MATRIX("ffn_up_exps.weight", e3, ALL_EXPERT_DIM, DIM), EXPERT_LAYER},
+    {PART_VECTOR("ffn_gate_inp.bias", router_bias, EXPERTS), EXPERT_LAYER, .optional = true},
+    {PART_VECTOR("ffn_gate_exps.bias", be1, ALL_EXPERT_DIM), EXPERT_LAYER, .optional = true},
+    {PART_VECTOR("ffn_down_exps.bias", be2, ALL_DIM), EXPERT_LAYER, .optional = true},
+    {PART_VECTOR("ffn_up_exps.bias", be3, ALL_EXPERT_DIM), EXPERT_LAYER, .optional = true},
+    {PART_MATRIX("ffn_gate_shexp.weight", w1, HIDDEN, DIM), EXPERT_LAYER, SHARED},
+    {PART_MATRIX("ffn_down_shexp.weight", w2, DIM, HIDDEN), EXPERT_LAYER, SHARED},
+    {PART_MATRIX("ffn_up_shexp.weight", w3, HIDDEN, DIM), EXPERT_LAYER, SHARED},
+    {PART_VECTOR("ffn_gate_inp_shexp.weight", shared_gate, DIM), EXPERT_LAYER, SHARED},
 };
 
-static int64_t part_size(const Layer *l, int dim, int what) {
+static int64_t part_size(const Model *m, const Layer *l, int what) {
+    int64_t dim = m->config.dim, head = l->head_size, experts = l->n_experts;
     switch (what) {
     case DIM: return dim;
-    case Q_DIM: return (int64_t)l->n_heads * l->head_size;
-    case KV_DIM: return (int64_t)l->n_kv_heads * l->head_size;
+    case Q_DIM: return l->n_heads * head;
+    case KV_DIM: return l->n_kv_heads * head;
+    case HEAD: return head;
+    case HEADS: return l->n_heads;
     case HIDDEN: return l->hidden_dim;
+    case EXPERTS: return experts;
+    case EXPERT_DIM: return l->expert_dim;
+    case ALL_EXPERT_DIM: return experts * l->expert_dim;
+    case ALL_DIM: return experts * dim;
     }
     return 1;
+}
+
+static bool part_exists(const Model *m, const Layer *l, const Part *p) {
+    if (p->flags && !(m->config.arch->flags & p->flags)) return false;
+    return p->in == ANY_LAYER || (p->in == EXPERT_LAYER) == (l->n_experts > 0);
 }
 
 // A copy of a one-row tensor as floats, (cols).
@@ -2078,20 +2191,22 @@ static void part_set(Layer *l, const Part *p, const Tensor *t) {
     else *(Tensor *)field = *t;
 }
 
-// Layers that are all alike, as the sizes in Config say.
+// Knobs in their neutral positions, and layers that are all alike, as the sizes in Config say.
 static void layers_init(Model *m, int count) {
-    const Config *c = &m->config;
+    Config *c = &m->config;
+    c->embed_scale = c->residual_scale = c->logit_divisor = 1;
     m->layers = xalloc((size_t)count, sizeof *m->layers);
     for (int i = 0; i < count; i++)
         m->layers[i] = (Layer){
             .kind = LAYER_ATTENTION, .n_heads = c->n_heads, .n_kv_heads = c->n_kv_heads,
-            .head_size = c->head_size, .hidden_dim = c->hidden_dim, .slot = i,
+            .head_size = c->head_size, .hidden_dim = c->n_experts ? c->shared_dim : c->hidden_dim,
+            .n_experts = c->n_experts, .expert_dim = c->expert_dim, .slot = i,
             .score_scale = 1.0f / sqrtf((float)c->head_size),
         };
 }
 
 static void rope_init(Rope *r, int n_rot, double base, double factor) {
-    r->n_rot = n_rot;
+    r->n_rot = n_rot, r->scale = 1;
     r->inv_freq = xalloc((size_t)n_rot / 2 + 1, sizeof *r->inv_freq);
     for (int i = 0; i < n_rot / 2; i++) r->inv_freq[i] = pow(base, -2.0 * i / n_rot) / factor;
 }
@@ -2126,8 +2241,7 @@ static void bin_layers(Model *m, BinCursor *b, int part) {
     for (int i = 0; i < m->config.n_layers; i++) {
         const Part *p = &parts[part];
         Layer *l = &m->layers[i];
-        int64_t rows = part_size(l, m->config.dim, p->rows),
-                cols = part_size(l, m->config.dim, p->cols);
+        int64_t rows = part_size(m, l, p->rows), cols = part_size(m, l, p->cols);
         Tensor t = bin_tensor(b, rows, cols, b->version == 2 && p->rows != NO_DIM);
         if (t.data) part_set(l, p, &t);
     }
@@ -2243,6 +2357,8 @@ typedef struct {
 typedef struct {
     uint32_t type, n_dims;
     uint64_t dims[4], offset, bytes;
+    const Reader *r;                    // the file it is in, at its first byte
+    size_t at;
     bool used;
 } GgufTensor;
 
@@ -2254,7 +2370,6 @@ struct Gguf {
     GgufTensor *tensors;
     Map key_map, name_map;
     uint64_t alignment;
-    size_t data;                        // where the tensors' bytes start
 };
 
 // Moves past the value of `key`, whose type was just read.
@@ -2323,17 +2438,25 @@ static bool gguf_element(const Gguf *g, const GgufValue *v, uint64_t i, int64_t 
     return true;
 }
 
-// A whole number in low .. high; `missing` if the file has no such key.
-static int64_t gguf_int(const Gguf *g, const char *key, int64_t low, int64_t high,
-                        int64_t missing) {
+// A whole number in low .. high; `missing` if the file has no such key. Where the value is a list,
+// its element `layer`; a list is wrong where that is -1.
+static int64_t gguf_layer_int(const Gguf *g, const char *key, int layer, int64_t low, int64_t high,
+                              int64_t missing) {
     const GgufValue *v = gguf_find(g, key);
     int64_t n;
     if (!v) return missing;
-    if (v->array || !gguf_element(g, v, 0, &n)) gguf_wrong(g, key, "a whole number");
+    if (v->array && layer >= 0 && (uint64_t)layer >= v->count) gguf_wrong(g, key, "one a layer");
+    if ((v->array && layer < 0) || !gguf_element(g, v, v->array ? (uint64_t)layer : 0, &n))
+        gguf_wrong(g, key, "a whole number");
     if (n < low || n > high)
         rd_die(g->r, v->at, "key %s is %" PRId64 ", expected %" PRId64 " to %" PRId64, key, n, low,
                high);
     return n;
+}
+
+static int64_t gguf_int(const Gguf *g, const char *key, int64_t low, int64_t high,
+                        int64_t missing) {
+    return gguf_layer_int(g, key, -1, low, high, missing);
 }
 
 static int64_t gguf_need(const Gguf *g, const char *key, int64_t low, int64_t high) {
@@ -2341,7 +2464,7 @@ static int64_t gguf_need(const Gguf *g, const char *key, int64_t low, int64_t hi
     return gguf_int(g, key, low, high, 0);
 }
 
-// A finite number above zero.
+// A finite number above zero; 0 counts as missing, as its writers mean it.
 static double gguf_positive(const Gguf *g, const char *key, double missing) {
     const GgufValue *v = gguf_find(g, key);
     double x = 0;
@@ -2349,9 +2472,9 @@ static double gguf_positive(const Gguf *g, const char *key, double missing) {
     if (v->array || (v->type != GGUF_F32 && v->type != GGUF_F64)) gguf_wrong(g, key, "a float");
     if (v->type == GGUF_F32) x = (double)f32_at(g->r->base + v->at);
     else memcpy(&x, g->r->base + v->at, 8);
-    if (!(x > 0 && x < 1e30))
+    if (!(x >= 0 && x < 1e30))
         rd_die(g->r, v->at, "key %s is %g, expected a number above 0", key, x);
-    return x;
+    return x > 0 ? x : missing;
 }
 
 static Span gguf_string(const Gguf *g, const char *key) { // empty if missing
@@ -2428,18 +2551,18 @@ static void gguf_tensors(Gguf *g, uint64_t n) {
     if (!n) return;
     uint64_t pad = (g->alignment - r->at % g->alignment) % g->alignment;
     if (pad > r->size - r->at) rd_die(r, r->size, "the file ends before its tensor data");
-    g->data = r->at + (size_t)pad;
-    uint64_t room = r->size - g->data;
+    size_t data = r->at + (size_t)pad;
+    uint64_t room = r->size - data;
     for (int i = 0; i < g->n_tensors; i++) {
-        const GgufTensor *t = &g->tensors[i];
+        GgufTensor *t = &g->tensors[i];
         if (t->offset % g->alignment)
-            rd_die(r, g->data, "tensor %.*s: offset %" PRIu64 " is no multiple of %" PRIu64,
+            rd_die(r, data, "tensor %.*s: offset %" PRIu64 " is no multiple of %" PRIu64,
                    SHOWN(g->names[i]), t->offset, g->alignment);
         if (t->offset > room || t->bytes > room - t->offset)
-            rd_die(r, g->data,
-                   "tensor %.*s: %" PRIu64 " bytes at offset %" PRIu64 ", but the data "
+            rd_die(r, data, "tensor %.*s: %" PRIu64 " bytes at offset %" PRIu64 ", but the data "
                    "has %" PRIu64 " (is the file cut short?)",
                    SHOWN(g->names[i]), t->bytes, t->offset, room);
+        t->r = r, t->at = data + (size_t)t->offset;
     }
 }
 
@@ -2461,25 +2584,64 @@ static Gguf *gguf_read(Reader *r) {
     return g;
 }
 
-static void gguf_free(Gguf *g) {
-    free(g->keys), free(g->values), free(g->names), free(g->tensors);
-    free(g->key_map.slot), free(g->name_map.slot), free(g);
+// A large model may lie in several files, NAME-00001-of-00003.gguf and so on. The keys of the first
+// one count; its table takes in the tensors of the others.
+static void gguf_join(Gguf *g) {
+    int count = (int)gguf_int(g, "split.count", 0, 99999, 0);
+    int no = (int)gguf_int(g, "split.no", 0, 99999, 0);
+    if (count < 2) return;
+    const char *name = g->r->name;
+    char end[32];
+    snprintf(end, sizeof end, "-%05d-of-%05d.gguf", no + 1, count);
+    size_t stem = strlen(name) - MIN(strlen(name), strlen(end));
+    if (strcmp(name + stem, end))
+        die("%s: part %d of %d, expected a name ending in %s", name, no + 1, count, end);
+    if (no) die("%s: part %d of %d: give the name of the first part", name, no + 1, count);
+    for (int i = 1; i < count; i++) {
+        Str path = {0};                 // kept: messages name the file
+        str_add(&path, name, stem);
+        str_printf(&path, "-%05d-of-%05d.gguf", i + 1, count);
+        Reader *r = xalloc(1, sizeof *r);
+        *r = file_map(path.p);
+        const Gguf *part = gguf_read(r);
+        if (gguf_int(part, "split.no", 0, 99999, -1) != i) die("%s: not part %d", path.p, i + 1);
+        int n = g->n_tensors + part->n_tensors;
+        Span *names = xalloc((size_t)n, sizeof *names);
+        GgufTensor *tensors = xalloc((size_t)n, sizeof *tensors);
+        g->name_map = map_new((size_t)n);
+        for (int t = 0; t < n; t++) {
+            const Gguf *from = t < g->n_tensors ? g : part;
+            int at = t < g->n_tensors ? t : t - g->n_tensors;
+            names[t] = from->names[at], tensors[t] = from->tensors[at];
+            if (map_add(&g->name_map, names, (uint32_t)t) != t)
+                die("%s: tensor %.*s stands in another part too", path.p, SHOWN(names[t]));
+        }
+        g->names = names, g->tensors = tensors, g->n_tensors = n;
+    }
 }
 
 // ---- GGUF: from names to a model
-static bool gguf_tensor(const Gguf *g, const char *name, int64_t rows, int64_t cols, Tensor *out) {
+static GgufTensor *gguf_tensor_find(const Gguf *g, const char *name) {
     int64_t i = map_find(&g->name_map, g->names, (Span){name, strlen(name)});
-    if (i < 0) return false;
-    GgufTensor *t = &g->tensors[i];
+    return i < 0 ? NULL : &g->tensors[i];
+}
+
+// As (rows, cols): rows go through all dimensions but the first. One row takes in all of them.
+static bool gguf_tensor(const Gguf *g, const char *name, int64_t rows, int64_t cols, Tensor *out) {
+    GgufTensor *t = gguf_tensor_find(g, name);
+    if (!t) return false;
     t->used = true;
     const Format *f = gguf_format(t->type);
-    size_t at = g->data + (size_t)t->offset;
     if (!f)
-        rd_die(g->r, at, "tensor %s has weight type %u, which is not known here", name, t->type);
-    if ((int64_t)t->dims[0] != cols || (int64_t)t->dims[1] != rows || t->dims[2] * t->dims[3] != 1)
-        rd_die(g->r, at, "tensor %s is (%" PRIu64 ", %" PRIu64 ", %" PRIu64 "), expected (%" PRId64
-               ", %" PRId64 ")", name, t->dims[0], t->dims[1], t->dims[2] * t->dims[3], cols, rows);
-    *out = (Tensor){.format = f, .data = g->r->base + at, .rows = rows, .cols = cols,
+        rd_die(t->r, t->at, "tensor %s has weight type %u, which is not known here", name, t->type);
+    uint64_t far = t->dims[1] * t->dims[2] * t->dims[3]; // each bounded: see gguf_tensor_info
+    if (rows == 1 ? t->dims[0] * far != (uint64_t)cols
+                  : t->dims[0] != (uint64_t)cols || far != (uint64_t)rows)
+        rd_die(t->r, t->at,
+               "tensor %s is (%" PRIu64 ", %" PRIu64 ", %" PRIu64 "), expected (%" PRId64
+               ", %" PRId64 ")",
+               name, t->dims[0], t->dims[1], t->dims[2] * t->dims[3], cols, rows);
+    *out = (Tensor){.format = f, .data = t->r->base + t->at, .rows = rows, .cols = cols,
                     .stride = (size_t)(cols / f->block) * (size_t)f->bytes};
     return true;
 }
@@ -2491,40 +2653,154 @@ static void gguf_tensor_need(const Gguf *g, const char *name, int64_t rows, int6
             rows);
 }
 
+static float *gguf_vector(const Gguf *g, const char *name, int64_t n) { // NULL if missing
+    Tensor t;
+    return gguf_tensor(g, name, 1, n, &t) ? vector_copy(&t) : NULL;
+}
+
 static const char *arch_key(char key[static 160], const Gguf *g, const char *name) {
     Span arch = gguf_string(g, "general.architecture");
     snprintf(key, 160, "%.*s.%s", SHOWN(arch), name);
     return key;
 }
+#define KEY(name) arch_key((char[160]){0}, g, name)
 
 static void gguf_config(Model *m, const Gguf *g) {
     Config *c = &m->config;
-    char key[160];
-    #define KEY(name) arch_key(key, g, name)
     c->dim = (int)gguf_need(g, KEY("embedding_length"), 1, MAX_DIM);
     c->n_layers = (int)gguf_need(g, KEY("block_count"), 1, INT_MAX);
-    c->hidden_dim = (int)gguf_need(g, KEY("feed_forward_length"), 1, MAX_DIM);
     c->seq_len = (int)MIN(gguf_need(g, KEY("context_length"), 1, INT64_MAX), MAX_POSITIONS);
-    c->n_heads = (int)gguf_need(g, KEY("attention.head_count"), 1, c->dim);
-    c->n_kv_heads = (int)gguf_int(g, KEY("attention.head_count_kv"), 1, c->n_heads, c->n_heads);
-    if (c->n_heads % c->n_kv_heads) gguf_wrong(g, key, "a divisor of head_count");
+    c->norm_eps = (float)gguf_positive(g, KEY("attention.layer_norm_rms_epsilon"), 1e-5);
+    c->n_heads = (int)gguf_layer_int(g, KEY("attention.head_count"), 0, 1, c->dim, 0);
+    if (!c->n_heads) gguf_need(g, KEY("attention.head_count"), 1, c->dim);
+    c->n_kv_heads =
+        (int)gguf_layer_int(g, KEY("attention.head_count_kv"), 0, 1, c->n_heads, c->n_heads);
     if (!gguf_find(g, KEY("attention.key_length")) && c->dim % c->n_heads)
         die("%s: %d heads do not divide a width of %d", g->r->name, c->n_heads, c->dim);
-    c->head_size = (int)gguf_int(g, key, 1, 1 << 14, c->dim / c->n_heads);
+    c->head_size = (int)gguf_int(g, KEY("attention.key_length"), 1, 1 << 14, c->dim / c->n_heads);
     gguf_int(g, KEY("attention.value_length"), c->head_size, c->head_size, 0); // the same here
-    if ((int64_t)c->n_heads * c->head_size > MAX_DIM)
-        die("%s: %d heads of %d are wider than %d", g->r->name, c->n_heads, c->head_size, MAX_DIM);
-    c->norm_eps = (float)gguf_positive(g, KEY("attention.layer_norm_rms_epsilon"), 1e-5);
+    c->n_experts = (int)gguf_int(g, KEY("expert_count"), 0, MAX_EXPERTS, 0);
+    c->hidden_dim = (int)gguf_layer_int(g, KEY("feed_forward_length"), 0, 1, MAX_DIM, 0);
+    if (!c->hidden_dim && !c->n_experts) gguf_need(g, KEY("feed_forward_length"), 1, MAX_DIM);
+    if (c->n_experts) {
+        c->n_used = (int)gguf_need(g, KEY("expert_used_count"), 1, c->n_experts);
+        c->expert_dim =
+            (int)gguf_int(g, KEY("expert_feed_forward_length"), 1, MAX_DIM, c->hidden_dim);
+        if (c->arch->flags & SHARED)
+            c->shared_dim = (int)gguf_int(g, KEY("expert_shared_feed_forward_length"), 1, MAX_DIM,
+                                          c->hidden_dim);
+        int sum_1 = gguf_bool(g, KEY("expert_weights_norm"));
+        c->weights_sum_1 = sum_1 >= 0 ? sum_1 : (c->arch->flags & WEIGHTS_SUM_1) != 0;
+    }
+}
+
+// What is no size: multipliers and caps.
+static void gguf_knobs(Model *m, const Gguf *g) {
+    Config *c = &m->config;
+    const Arch *a = c->arch;
+    double embed = a->flags & EMBED_SCALED ? sqrt((double)c->dim) : 1;
+    c->embed_scale = (float)gguf_positive(g, KEY("embedding_scale"), embed);
+    c->residual_scale = (float)gguf_positive(g, KEY("residual_scale"), 1);
+    c->logit_divisor = (float)gguf_positive(g, KEY("logit_scale"), 1);
+    c->score_cap = (float)gguf_positive(g, KEY("attn_logit_softcapping"), (double)a->score_cap);
+    c->logit_cap = (float)gguf_positive(g, KEY("final_logit_softcapping"), (double)a->logit_cap);
+    c->heat = (float)gguf_positive(g, KEY("attention.temperature_scale"), 0);
+    c->heat_len = (int)gguf_int(g, KEY("rope.scaling.original_context_length"), 1, INT_MAX,
+                                c->seq_len);
+}
+
+// Heads, width, window and rope of layer i.
+static void gguf_layer(Model *m, const Gguf *g, int i) {
+    const Config *c = &m->config;
+    const Arch *a = c->arch;
+    Layer *l = &m->layers[i];
+    l->n_heads = (int)gguf_layer_int(g, KEY("attention.head_count"), i, 1, c->dim, 0);
+    l->n_kv_heads = (int)gguf_layer_int(g, KEY("attention.head_count_kv"), i, 1, l->n_heads,
+                                        l->n_heads);
+    if (l->n_heads % l->n_kv_heads || (int64_t)l->n_heads * l->head_size > MAX_DIM)
+        die("%s: layer %d: %d heads of %d, %d for keys, expected a divisor and at most %d in all",
+            g->r->name, i, l->n_heads, l->head_size, l->n_kv_heads, MAX_DIM);
+    if (!l->n_experts)
+        l->hidden_dim = (int)gguf_layer_int(g, KEY("feed_forward_length"), i, 1, MAX_DIM, 0);
+    bool own = a->layers_own_scale == c->n_layers; // Gemma's 27B models
+    double size = own ? (double)c->dim / l->n_heads : (double)l->head_size;
+    l->score_scale = (float)gguf_positive(g, KEY("attention.scale"), 1 / sqrt(size));
+
+    const GgufValue *pattern = gguf_find(g, KEY("attention.sliding_window_pattern"));
+    bool list = pattern && pattern->array;
+    int64_t period = list ? 0 : gguf_int(g, KEY("attention.sliding_window_pattern"), 1, INT_MAX,
+                                         a->period);
+    bool slides = list ? gguf_layer_int(g, KEY("attention.sliding_window_pattern"), i, 0, 1, 0)
+                       : !period || i % period < period - 1;
+    if (slides)
+        l->window = (int)gguf_int(g, KEY("attention.sliding_window"), 0, INT_MAX, a->window);
+    l->rope = l->window && a->flags & WINDOW_ROPE ? ROPE_WINDOW : ROPE_FULL;
+    if (a->no_rope && (i + 1) % a->no_rope == 0) l->rope = -1;
+}
+
+// YaRN: slow pairs turn `factor` times slower, fast ones as ever, those between in between.
+static void rope_yarn(Rope *r, const Gguf *g, double base, double factor, int original,
+                      bool exact) {
+    double fast = gguf_positive(g, KEY("rope.scaling.yarn_beta_fast"), 32), ends[2], grow;
+    double slow = gguf_positive(g, KEY("rope.scaling.yarn_beta_slow"), 1);
+    double turn = gguf_positive(g, KEY("rope.scaling.yarn_log_multiplier"), 0);
+    for (int i = 0; i < 2; i++)         // the pair that turns so often in the original context
+        ends[i] = r->n_rot * log(original / (2 * acos(-1) * (i ? slow : fast))) / (2 * log(base));
+    double low = MAX(0, exact ? ends[0] : floor(ends[0]));
+    double high = MIN(r->n_rot - 1, exact ? ends[1] : ceil(ends[1]));
+    for (int i = 0; i < r->n_rot / 2; i++) {
+        double ramp = MAX(0, MIN(1, (i - low) / MAX(0.001, high - low)));
+        r->inv_freq[i] *= 1 - ramp + ramp / factor;
+    }
+    grow = 0.1 * log(factor);
+    grow = factor > 1 ? (grow + 1) / (turn * grow + 1) : 1;
+    r->scale = (float)gguf_positive(g, KEY("rope.scaling.yarn_attn_factor"), grow);
+}
+
+// Divisors of the angles, one a pair, or NULL.
+static float *rope_divisors(const Gguf *g, const char *name, const Rope *r) {
+    float *divisor = gguf_vector(g, name, r->n_rot / 2);
+    for (int i = 0; divisor && i < r->n_rot / 2; i++)
+        if (!(divisor[i] > 0 && divisor[i] < 1e31f))
+            die("%s: tensor %s: element %d is %g, expected a number above 0", g->r->name, name, i,
+                (double)divisor[i]);
+    return divisor;
+}
+
+static void gguf_ropes(Model *m, const Gguf *g) {
+    Config *c = &m->config;
+    Rope *r = &c->rope[ROPE_FULL];
     int n_rot = (int)gguf_int(g, KEY("rope.dimension_count"), 2, c->head_size, c->head_size);
     if (n_rot % 2) die("%s: heads of %d (rope %d), expected even", g->r->name, c->head_size, n_rot);
-    double base = gguf_positive(g, KEY("rope.freq_base"), 10000.0);
+    double base =
+        gguf_positive(g, KEY("rope.freq_base"), c->arch->base ? (double)c->arch->base : 10000);
     double factor = gguf_positive(g, KEY("rope.scale_linear"), 1); // the old name
     factor = gguf_positive(g, KEY("rope.scaling.factor"), factor);
-    Span scaling = gguf_string(g, KEY("rope.scaling.type"));
-    if (scaling.n && !span_is(scaling, "none") && !span_is(scaling, "linear"))
-        gguf_wrong(g, key, "none or linear");
-    rope_init(&c->rope[0], n_rot, base, span_is(scaling, "none") ? 1.0 : factor);
-    #undef KEY
+    int original =
+        (int)gguf_int(g, KEY("rope.scaling.original_context_length"), 1, INT_MAX, c->seq_len);
+    Span type = gguf_string(g, KEY("rope.scaling.type"));
+    bool yarn = span_is(type, "yarn"), linear = !type.n || span_is(type, "linear");
+    if (!yarn && !linear && !span_is(type, "none") && !span_is(type, "longrope"))
+        gguf_wrong(g, KEY("rope.scaling.type"), "none, linear, yarn or longrope");
+    rope_init(r, n_rot, base, linear ? factor : 1);
+    if (yarn) rope_yarn(r, g, base, factor, original, c->arch->flags & YARN_EXACT);
+    r->scale *= (float)gguf_positive(g, KEY("rope.scaling.attn_factor"), 1);
+    if (c->arch->flags & WINDOW_ROPE) // Gemma 3's window layers have a base of their own
+        rope_init(&c->rope[ROPE_WINDOW], n_rot,
+                  gguf_positive(g, KEY("rope.freq_base_swa"), c->arch->base ? 10000 : base), 1);
+    // Llama 3.1's scaling comes as divisors; longrope's as two sets, for short and long contexts.
+    float *divide = rope_divisors(g, "rope_freqs.weight", r), *stretch = NULL;
+    if (!divide) {
+        divide = rope_divisors(g, "rope_factors_short.weight", r);
+        stretch = rope_divisors(g, "rope_factors_long.weight", r);
+    }
+    if (stretch)
+        r->inv_long = xalloc((size_t)n_rot / 2, sizeof *r->inv_long), r->short_len = original;
+    for (int i = 0; i < n_rot / 2; i++) {
+        if (stretch) r->inv_long[i] = r->inv_freq[i] / (double)stretch[i];
+        if (divide) r->inv_freq[i] /= (double)divide[i];
+    }
+    free(divide), free(stretch);
 }
 
 // What a file holds beyond the parts known here may matter: fluent and wrong is worse than a
@@ -2538,50 +2814,54 @@ static void gguf_unused(Model *m, const Gguf *g) {
                    count, SHOWN(g->names[first]));
 }
 
-// Llama 3.1's scaling comes as one divisor a pair.
-static void gguf_rope_factors(Model *m, const Gguf *g) {
-    Rope *r = &m->config.rope[0];
-    Tensor t;
-    if (!gguf_tensor(g, "rope_freqs.weight", 1, r->n_rot / 2, &t)) return;
-    float *divisor = vector_copy(&t);
-    for (int i = 0; i < r->n_rot / 2; i++) {
-        if (!(divisor[i] >= 1.0f && divisor[i] < 1e30f))
-            die("%s: tensor rope_freqs.weight: element %d is %g, expected 1 or more", g->r->name, i,
-                (double)divisor[i]);
-        r->inv_freq[i] /= (double)divisor[i];
+// Part p of layer n; where the file holds several parts as one matrix, its rows of it.
+static bool gguf_part(const Model *m, const Gguf *g, int n, const Part *p, Tensor *out) {
+    const Layer *l = &m->layers[n];
+    int64_t rows = part_size(m, l, p->rows), cols = part_size(m, l, p->cols), all = 0, before = 0;
+    char name[64], fused[64];
+    snprintf(name, sizeof name, "blk.%d.%s", n, p->name);
+    const GgufTensor *own = gguf_tensor_find(g, name);
+    if (p->fused && (!own || (int64_t)own->dims[1] != rows)) {
+        snprintf(fused, sizeof fused, "blk.%d.%s", n, p->fused);
+        for (const Part *q = parts; q < parts + COUNT(parts); q++)
+            if (q->fused && !strcmp(q->fused, p->fused)) {
+                if (q < p) before += part_size(m, l, q->rows);
+                all += part_size(m, l, q->rows);
+            }
+        if (gguf_tensor(g, fused, all, cols, out)) {
+            out->data += (size_t)before * out->stride, out->rows = rows;
+            return true;
+        }
     }
-    free(divisor);
+    if (p->optional) return gguf_tensor(g, name, rows, cols, out);
+    gguf_tensor_need(g, name, rows, cols, out);
+    return true;
 }
 
 static void gguf_weights(Model *m, const Gguf *g) {
     Config *c = &m->config;
-    int64_t i = map_find(&g->name_map, g->names, SPAN("token_embd.weight"));
-    uint64_t rows = i < 0 ? 0 : g->tensors[i].dims[1];
+    const GgufTensor *embedding = gguf_tensor_find(g, "token_embd.weight");
+    uint64_t rows = embedding ? embedding->dims[1] : 1;
     if (rows > MAX_VOCAB)
         die("%s: tensor token_embd.weight has %" PRIu64 " rows", g->r->name, rows);
     c->vocab_size = (int)rows;
-    gguf_tensor_need(g, "token_embd.weight", MAX(c->vocab_size, 1), c->dim, &m->embedding);
+    gguf_tensor_need(g, "token_embd.weight", c->vocab_size, c->dim, &m->embedding);
     m->tied = !gguf_tensor(g, "output.weight", c->vocab_size, c->dim, &m->output);
     if (m->tied) m->output = m->embedding;
-    Tensor t;
-    gguf_tensor_need(g, "output_norm.weight", 1, c->dim, &t);
-    m->output_norm = vector_copy(&t);
-    gguf_rope_factors(m, g);
+    m->output_norm = gguf_vector(g, "output_norm.weight", c->dim);
+    if (!m->output_norm) die("%s: tensor output_norm.weight is missing", g->r->name);
     // A layer needs tensors of its own, so a false block_count meets a missing one before room
     // ends.
     layers_init(m, MIN(c->n_layers, g->n_tensors + 1));
-    for (int n = 0; n < c->n_layers; n++)
-        for (int p = 0; p < COUNT(parts); p++) {
-            char name[64];
-            snprintf(name, sizeof name, "blk.%d.%s", n, parts[p].name);
-            int64_t part_rows = part_size(&m->layers[n], c->dim, parts[p].rows);
-            int64_t part_cols = part_size(&m->layers[n], c->dim, parts[p].cols);
-            if (!gguf_tensor(g, name, part_rows, part_cols, &t)) {
-                if (parts[p].optional) continue;
-                gguf_tensor_need(g, name, part_rows, part_cols, &t);
-            }
-            part_set(&m->layers[n], &parts[p], &t);
-        }
+    gguf_knobs(m, g);
+    gguf_ropes(m, g);
+    for (int n = 0; n < c->n_layers; n++) {
+        gguf_layer(m, g, n);
+        Tensor t;
+        for (const Part *p = parts; p < parts + COUNT(parts); p++)
+            if (part_exists(m, &m->layers[n], p) && gguf_part(m, g, n, p, &t))
+                part_set(&m->layers[n], p, &t);
+    }
 }
 
 // ---- opening either kind
@@ -2613,11 +2893,12 @@ static void bin_vocab(Model *m, const char *path) {
     str_free(&beside);
 }
 
-static void tensor_add(Model *m, const Tensor *t) { // to the bytes that a token reads
-    const Format *f = t->format;
-    m->weight_bytes += (int64_t)t->stride * t->rows
-                       + (t->scales ? t->rows * t->cols / t->group * 4 : 0);
-    if (f->id != TYPE_F32) m->all_f32 = false;
+static void tensor_add(Model *m, const Tensor *t, bool expert) { // to the bytes that a token reads
+    if (!t->data) return;
+    int64_t bytes = (int64_t)t->stride * t->rows
+                    + (t->scales ? t->rows * t->cols / t->group * 4 : 0);
+    m->weight_bytes += expert ? bytes / m->config.n_experts * m->config.n_used : bytes;
+    if (t->format->id != TYPE_F32) m->all_f32 = false;
 }
 
 // Opens a mapped model file; `need` says what has to be there, 0: read what is there. Dies with the
@@ -2635,14 +2916,12 @@ static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
         bool known = span_is(kind, "llama") || span_is(kind, "gpt2");
         if (need & NEED_VOCAB || (!need && known)) vocab_from_gguf(&m->vocab, g, &m->warnings);
         if (need & NEED_WEIGHTS) {
-            int64_t parts_of_it = gguf_int(g, "split.count", 0, UINT16_MAX, 0);
-            if (parts_of_it > 1)
-                die("%s: part %d of %d of a split model, which is not read here: join the parts "
-                    "first",
-                    r->name, (int)gguf_int(g, "split.no", 0, UINT16_MAX, 0) + 1, (int)parts_of_it);
-            if (!m->config.arch)
-                die("%s: architecture `%.*s`, expected one of: %s", r->name, SHOWN(arch),
-                    archs[0].name);
+            if (!m->config.arch) {
+                Str list = {0};
+                for (int i = 0; i < COUNT(archs); i++) str_printf(&list, " %s", archs[i].name);
+                die("%s: architecture `%.*s`, expected one of:%s", r->name, SHOWN(arch), list.p);
+            }
+            gguf_join(m->gguf);
             if (!g->n_tensors) die("%s: a vocabulary without a model (0 tensors)", r->name);
             gguf_config(m, g);
             gguf_weights(m, g);
@@ -2661,21 +2940,23 @@ static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
     }
     if (!m->layers) return;
     m->all_f32 = true;
-    tensor_add(m, &m->output);
+    tensor_add(m, &m->output, false);
     for (int i = 0; i < m->config.n_layers; i++)
-        for (int p = 0; p < COUNT(parts); p++)
-            if (parts[p].rows != NO_DIM)
-                tensor_add(m, (const Tensor *)((const char *)&m->layers[i] + parts[p].at));
+        for (const Part *p = parts; p < parts + COUNT(parts); p++)
+            if (p->rows != NO_DIM && part_exists(m, &m->layers[i], p))
+                tensor_add(m, (const Tensor *)((const char *)&m->layers[i] + p->at),
+                           p->rows == ALL_EXPERT_DIM || p->rows == ALL_DIM);
 }
 
 static void model_close(Model *m) {
     for (int i = 0; m->layers && i < m->config.n_layers; i++)
         for (int p = 0; p < COUNT(parts); p++)
-            if (parts[p].rows == NO_DIM) free(*(float **)((char *)&m->layers[i] + parts[p].at));
-    for (int t = 0; t < MAX_ROPES; t++) free(m->config.rope[t].inv_freq);
+            if (parts[p].rows == NO_DIM && part_exists(m, &m->layers[i], &parts[p]))
+                free(*(float **)((char *)&m->layers[i] + parts[p].at));
+    for (int t = 0; t < N_ROPES; t++)
+        free(m->config.rope[t].inv_freq), free(m->config.rope[t].inv_long);
     free(m->layers), free(m->output_norm), str_free(&m->warnings);
     vocab_free(&m->vocab);
-    if (m->gguf) gguf_free(m->gguf);
     file_unmap(&m->file);
 }
 /* ------------------------------------------------------------------------------------------------
@@ -2709,11 +2990,19 @@ typedef struct {
     float *x;                           // residual stream, (chunk, dim)
     float *branch;                      // what a block adds to it, (chunk, dim)
     float *q, *k, *v;                   // (chunk, heads * head_size), widest layer
-    float *h1, *h3;                     // gate and up, (chunk, hidden_dim)
+    float *h1, *h3;                     // gate and up, (chunk, hidden_dim); of experts: (pairs,
+                                        // expert_dim), a pair being a row and an expert it uses
     float *turn;                        // cos and sin of this pass, (ropes, chunk, n_rot / 2, 2)
+    float *route;                       // router logits, (chunk, n_experts)
+    float *share;                       // weights of a row's experts, (chunk, n_used)
+    int *chosen;                        // its experts, (chunk, n_used)
+    int *place;                         // where each pair stands in order of experts, (pairs)
+    int *expert_end;                    // and where each expert's pairs end there, (n_experts)
+    float *expert_out;                  // what the experts give, (pairs, dim)
     float *logits;                      // (logit_rows, vocab_size)
     int logit_rows;
     uint8_t *acts;                      // activations in front of a matrix, chapter 3
+    uint8_t *pair_acts;                 // the same for all pairs; without experts, acts itself
     float *scores;                      // per worker, (QUERY_TILE, seq_len rounded up to blocks)
     float *trace; // tests only: residual after each layer, (layers, chunk, dim)
 } Session;
@@ -2763,11 +3052,45 @@ static void row_add(float *x, const float *y, int n) {
     for (int i = 0; y && i < n; i++) x[i] += y[i];
 }
 
-// RMSNorm: y = x / sqrt(mean x^2 + eps) * weight
+// RMSNorm: y = x / sqrt(mean x^2 + eps) * weight. No weight: y = x
 static void row_norm(const Session *s, float *y, const float *x, const float *weight, int n) {
-    float sum = vec_ops[s->team.isa].sum_squares(x, n);
+    float sum = weight ? vec_ops[s->team.isa].sum_squares(x, n) : 0;
     float scale = 1.0f / sqrtf(sum / (float)n + s->model->config.norm_eps);
-    for (int i = 0; i < n; i++) y[i] = x[i] * scale * weight[i];
+    for (int i = 0; i < n; i++) y[i] = weight ? x[i] * scale * weight[i] : x[i];
+}
+
+// x = c tanh(x / c), as c (1 - 2 / (exp(2 x / c) + 1))
+static void row_cap(const Session *s, float *x, int64_t from, int64_t to, float c) {
+    if (!c) return;
+    for (int64_t i = from; i < to; i++) x[i] = 2 * x[i] / c;
+    vec_ops[s->team.isa].exps(x, from, to, 0);
+    for (int64_t i = from; i < to; i++) x[i] = c * (1 - 2 / (x[i] + 1));
+}
+
+// out = act(gate) * up. Every activation here is gate * sigmoid(z) with its own z.
+static void row_gate(const Session *s, float *out, const float *gate, const float *up, int n) {
+    int flags = s->model->config.arch->flags;
+    for (int i = 0; i < n; i++) {
+        float g = flags & CLAMPED ? MIN(gate[i], 7.0f) : gate[i], z = g;
+        if (flags & GELU) z = 1.59576912f * (g + 0.044715f * g * g * g); // 2 sqrt(2 / pi) (...)
+        if (flags & CLAMPED) z = 1.702f * g;
+        out[i] = -z;
+    }
+    vec_ops[s->team.isa].exps(out, 0, n, 0);
+    for (int i = 0; i < n; i++) {
+        float g = flags & CLAMPED ? MIN(gate[i], 7.0f) : gate[i];
+        float u = flags & CLAMPED ? 1 + MAX(-7.0f, MIN(up[i], 7.0f)) : up[i];
+        out[i] = g / (1.0f + out[i]) * u;
+    }
+}
+
+// Adds what a block gave to the stream: x += scale * norm(branch + bias)
+static void row_join(const Session *s, int i, const float *bias, const float *norm) {
+    const Config *c = &s->model->config;
+    float *x = s->x + (int64_t)i * c->dim, *branch = s->branch + (int64_t)i * c->dim;
+    row_add(branch, bias, c->dim);
+    if (norm) row_norm(s, branch, branch, norm, c->dim);
+    for (int k = 0; k < c->dim; k++) x[k] += c->residual_scale * branch[k];
 }
 
 // The norm of row i goes to row j of the activations, ready for a matrix.
@@ -2778,20 +3101,21 @@ static void row_to_acts(const Session *s, Acts *a, int j, int i, const float *we
 }
 
 static const float *rope_turn(const Session *s, int table, int row) {
-    int64_t half = s->model->config.rope[table].n_rot / 2;
-    int64_t at = 0;
-    for (int t = 0; t < table; t++) at += (int64_t)s->chunk * s->model->config.rope[t].n_rot;
-    return s->turn + at + row * half * 2;
+    const Rope *r = s->model->config.rope;
+    int64_t at = table == ROPE_WINDOW ? (int64_t)s->chunk * r[ROPE_FULL].n_rot : 0;
+    return s->turn + at + (int64_t)row * r[table].n_rot;
 }
 
 // Angles are formed in double: in float they would be off by 1e-4 at position 4,096.
 static void rope_angles(const Session *s, int row) {
-    for (int t = 0; t < MAX_ROPES; t++) {
+    for (int t = 0; t < N_ROPES; t++) {
         const Rope *r = &s->model->config.rope[t];
+        const double *inv = r->inv_long && s->seq_len > r->short_len ? r->inv_long : r->inv_freq;
         float *turn = (float *)rope_turn(s, t, row);
         for (int i = 0; i < r->n_rot / 2; i++) {
-            double angle = s->rows[row].pos * r->inv_freq[i];
-            turn[2 * i] = (float)cos(angle), turn[2 * i + 1] = (float)sin(angle);
+            double angle = s->rows[row].pos * inv[i];
+            turn[2 * i] = (float)cos(angle) * r->scale;
+            turn[2 * i + 1] = (float)sin(angle) * r->scale;
         }
     }
 }
@@ -2800,18 +3124,40 @@ static void rope_apply(const Session *s, const Layer *l, float *heads, int n, in
     if (l->rope < 0) return;
     const float *turn = rope_turn(s, l->rope, row);
     int half = s->model->config.rope[l->rope].n_rot / 2;
-    bool pairs = s->model->config.arch->rope == ROPE_PAIRS;
+    bool pairs = !(s->model->config.arch->flags & TURN_HALVES);
     for (float *h = heads; h < heads + (int64_t)n * l->head_size; h += l->head_size)
         for (int i = 0; i < half; i++) {
             float *a = pairs ? h + 2 * i : h + i, *b = pairs ? a + 1 : a + half;
             float cosine = turn[2 * i], sine = turn[2 * i + 1], x = *a, y = *b;
-            *a = x * cosine
-                 + y * -sine; // as x c - y s, gcc -O3 -mfma fuses the pair in spite of all
+            *a = x * cosine + y * -sine; // x c - y s would be fused by gcc -O3 -mfma
             *b = x * sine + y * cosine;
         }
 }
 
 // ---- attention
+// A row's queries and keys, fresh from their matrices: biases, norms, rope, temperature, store.
+static void attention_row(const Session *s, const Layer *l, int i) {
+    const Config *c = &s->model->config;
+    int d = l->head_size, q_dim = l->n_heads * d, kv_dim = l->n_kv_heads * d, pos = s->rows[i].pos;
+    float *q = s->q + (int64_t)i * q_dim, *k = s->k + (int64_t)i * kv_dim;
+    float *v = s->v + (int64_t)i * kv_dim;
+    row_add(q, l->bq, q_dim), row_add(k, l->bk, kv_dim), row_add(v, l->bv, kv_dim);
+    if (l->q_norm) {
+        bool wide = c->arch->flags & NORM_QK_WIDE;
+        for (int h = 0; h < q_dim; h += wide ? q_dim : d)
+            row_norm(s, q + h, q + h, l->q_norm, wide ? q_dim : d);
+        for (int h = 0; h < kv_dim; h += wide ? kv_dim : d)
+            row_norm(s, k + h, k + h, l->k_norm, wide ? kv_dim : d);
+    }
+    rope_apply(s, l, q, l->n_heads, i);
+    rope_apply(s, l, k, l->n_kv_heads, i);
+    if (c->heat) {
+        float heat = (float)(1 + (double)c->heat * log(1 + pos / c->heat_len));
+        for (int h = 0; h < q_dim; h++) q[h] *= heat;
+    }
+    kv_store(s, l, pos, k, v);
+}
+
 // One tile: up to QUERY_TILE queries of one kv head, query t being head t % group of row t / group.
 // Scores of a query are all there before its softmax, so no result hangs on how rows were tiled.
 static void attention_tile(const Pass *p, Worker *w, const Layer *l, Acts *a, int kv_head,
@@ -2836,7 +3182,12 @@ static void attention_tile(const Pass *p, Worker *w, const Layer *l, Acts *a, in
                 score);
     int64_t all_from = 0, all_to = room;                // the range that every query sees
     for (int t = 0; t < nq; t++) {
-        z[t] = ops->exps(score[t], from[t], to[t], ops->row_max(score[t], from[t], to[t]));
+        row_cap(s, score[t], from[t], to[t], s->model->config.score_cap);
+        float max = ops->row_max(score[t], from[t], to[t]);
+        float sink = l->sinks ? l->sinks[kv_head * group + (first + t) % group] : -INFINITY;
+        max = MAX(max, sink);
+        z[t] = ops->exps(score[t], from[t], to[t], max);
+        if (l->sinks) z[t] += ops->exps(&sink, 0, 1, max);
         memset(out[t], 0, sizeof(float) * (size_t)d);
         all_from = MAX(all_from, from[t]), all_to = MIN(all_to, to[t]);
     }
@@ -2860,15 +3211,10 @@ static void layer_attention(const Pass *p, Worker *w, const Layer *l) {
     team_wait(w->team);
 
     matmul(w, &a,
-           (Product[]){{&l->wq, s->q, q_dim}, {&l->wk, s->k, kv_dim}, {&l->wv, s->v, kv_dim}}, 3);
+           (Product[]){{&l->wq, s->q, q_dim, 0, p->n}, {&l->wk, s->k, kv_dim, 0, p->n},
+                       {&l->wv, s->v, kv_dim, 0, p->n}}, 3);
 
-    for (long i; (i = team_take(w->team)) < p->n;) {
-        float *q = s->q + i * q_dim, *k = s->k + i * kv_dim, *v = s->v + i * kv_dim;
-        row_add(q, l->bq, q_dim), row_add(k, l->bk, kv_dim), row_add(v, l->bv, kv_dim);
-        rope_apply(s, l, q, l->n_heads, (int)i);
-        rope_apply(s, l, k, l->n_kv_heads, (int)i);
-        kv_store(s, l, s->rows[i].pos, k, v);
-    }
+    for (long i; (i = team_take(w->team)) < p->n;) attention_row(s, l, (int)i);
     team_wait(w->team);
 
     int tiles = (p->n * (l->n_heads / l->n_kv_heads) + QUERY_TILE - 1) / QUERY_TILE;
@@ -2879,37 +3225,126 @@ static void layer_attention(const Pass *p, Worker *w, const Layer *l) {
     for (long i; (i = team_take(w->team)) < p->n;) acts_quantise(s->team.isa, &att, (int)i);
     team_wait(w->team);
 
-    matmul(w, &att, (Product[]){{&l->wo, s->branch, dim}}, 1);
+    matmul(w, &att, (Product[]){{&l->wo, s->branch, dim, 0, p->n}}, 1);
 }
 
-// x += wo's product; then SwiGLU: w2 (silu(w1 h) * w3 h) with h = norm(x)
-static void layer_ffn(const Pass *p, Worker *w, const Layer *l) {
+// ---- feed-forward: w2 (act(w1 h) * w3 h)
+static void ffn_dense(const Pass *p, Worker *w, const Layer *l, const Acts *a) {
     Session *s = p->s;
     int dim = s->model->config.dim, hidden = l->hidden_dim;
-    Acts a = acts_at(s->acts, p->n, dim), h = acts_at(s->acts, p->n, hidden);
-    for (long i; (i = team_take(w->team)) < p->n;) {
-        row_add(s->branch + i * dim, l->bo, dim);
-        row_add(s->x + i * dim, s->branch + i * dim, dim);
-        row_to_acts(s, &a, (int)i, (int)i, l->ffn_norm);
-    }
-    team_wait(w->team);
-
-    matmul(w, &a, (Product[]){{&l->w1, s->h1, hidden}, {&l->w3, s->h3, hidden}}, 2);
-
+    Acts h = acts_at(s->pair_acts, p->n, hidden);
+    matmul(w, a, (Product[]){{&l->w1, s->h1, hidden, 0, p->n},
+                              {&l->w3, s->h3, hidden, 0, p->n}}, 2);
     for (long i; (i = team_take(w->team)) < p->n;) {
         float *gate = s->h1 + i * hidden, *up = s->h3 + i * hidden;
         row_add(gate, l->b1, hidden), row_add(up, l->b3, hidden);
-        vec_ops[s->team.isa].swiglu(h.x + i * h.ldx, gate, up, hidden);
+        row_gate(s, h.x + i * h.ldx, gate, up, hidden);
         acts_quantise(s->team.isa, &h, (int)i);
     }
     team_wait(w->team);
+    matmul(w, &h, (Product[]){{&l->w2, s->branch, dim, 0, p->n}}, 1);
+}
 
-    matmul(w, &h, (Product[]){{&l->w2, s->branch, dim}}, 1);
-
-    for (long i; (i = team_take(w->team)) < p->n;) {
-        row_add(s->branch + i * dim, l->b2, dim);
-        row_add(s->x + i * dim, s->branch + i * dim, dim);
+// Softmax over the router's logits; the n_used largest, the lower index among equals.
+static void experts_choose(const Session *s, const Layer *l, int row) {
+    const Config *c = &s->model->config;
+    const VecOps *ops = &vec_ops[s->team.isa];
+    int n = l->n_experts, *chosen = s->chosen + row * c->n_used;
+    float *p = s->route + (int64_t)row * n, *share = s->share + row * c->n_used, sum = 0;
+    row_add(p, l->router_bias, n);
+    float all = ops->exps(p, 0, n, ops->row_max(p, 0, n));
+    for (int k = 0; k < c->n_used; k++) {
+        int best = 0;
+        for (int e = 1; e < n; e++) if (p[e] > p[best]) best = e;
+        chosen[k] = best, share[k] = p[best], sum += p[best];
+        p[best] = -1;                   // a NaN model may choose one twice, which is harmless
     }
+    for (int k = 0; k < c->n_used; k++) share[k] /= c->weights_sum_1 ? sum : all;
+}
+
+// Pairs in order of their experts, so that an expert meets its rows as one batch.
+static void experts_sort(const Session *s, const Layer *l, int rows) {
+    int n = rows * s->model->config.n_used, at = 0;
+    for (int e = 0; e < l->n_experts; e++) {
+        for (int i = 0; i < n; i++) if (s->chosen[i] == e) s->place[i] = at++;
+        s->expert_end[e] = at;
+    }
+}
+
+// One matrix of each expert in use, as a list of products; `all` holds those of all experts.
+static void experts_matmul(const Session *s, Worker *w, const Layer *l, const Acts *a,
+                           const Tensor *const *all, float *const *y, int count) {
+    Tensor matrix[2 * MAX_EXPERTS];
+    Product list[2 * MAX_EXPERTS];
+    int n = 0;
+    for (int e = 0; e < l->n_experts; e++) {
+        int first = e ? s->expert_end[e - 1] : 0;
+        for (int i = 0; i < count && first < s->expert_end[e]; i++, n++) {
+            Tensor *t = &matrix[n];
+            *t = *all[i], t->rows /= l->n_experts;
+            t->data += (size_t)(e * t->rows) * t->stride;
+            list[n] =
+                (Product){t, y[i] + first * t->rows, t->rows, first, s->expert_end[e] - first};
+        }
+    }
+    matmul(w, a, list, n);
+}
+
+// Adds to the branch the sum over a row's experts of share * expert(row), in order of choice.
+static void ffn_experts(const Pass *p, Worker *w, const Layer *l, const Acts *a) {
+    Session *s = p->s;
+    const Config *c = &s->model->config;
+    int dim = c->dim, hidden = l->expert_dim, pairs = p->n * c->n_used;
+    Acts in = acts_at(s->pair_acts, pairs, dim), h = acts_at(s->pair_acts, pairs, hidden);
+    matmul(w, a, (Product[]){{&l->router, s->route, l->n_experts, 0, p->n}}, 1);
+    for (long i; (i = team_take(w->team)) < p->n;) experts_choose(s, l, (int)i);
+    team_wait(w->team);
+    if (w->rank == 0) experts_sort(s, l, p->n);
+    team_wait(w->team);
+    for (long i; (i = team_take(w->team)) < pairs;)
+        acts_copy(&in, s->place[i], a, (int)i / c->n_used);
+    team_wait(w->team);
+    experts_matmul(s, w, l, &in, (const Tensor *[]){&l->e1, &l->e3}, (float *[]){s->h1, s->h3}, 2);
+    for (long i; (i = team_take(w->team)) < pairs;) {
+        int64_t at = s->place[i], e = s->chosen[i];
+        float *gate = s->h1 + at * hidden, *up = s->h3 + at * hidden;
+        if (l->be1) row_add(gate, l->be1 + e * hidden, hidden);
+        if (l->be3) row_add(up, l->be3 + e * hidden, hidden);
+        row_gate(s, h.x + at * h.ldx, gate, up, hidden);
+        acts_quantise(s->team.isa, &h, (int)at);
+    }
+    team_wait(w->team);
+    experts_matmul(s, w, l, &h, (const Tensor *[]){&l->e2}, (float *[]){s->expert_out}, 1);
+    for (long i; (i = team_take(w->team)) < p->n;) {
+        float *branch = s->branch + i * dim, shared = 0;
+        if (l->shared_gate) {           // the sigmoid of its product with the row
+            const float *x = a->x + i * a->ldx;
+            for (int k = 0; k < dim; k++) shared -= x[k] * l->shared_gate[k];
+            vec_ops[s->team.isa].exps(&shared, 0, 1, 0);
+            shared = 1 / (1 + shared);
+        }
+        for (int k = 0; k < dim; k++) branch[k] = l->hidden_dim ? branch[k] * shared : 0;
+        for (int j = 0; j < c->n_used; j++) {
+            int64_t pair = i * c->n_used + j;
+            float *y = s->expert_out + s->place[pair] * (int64_t)dim;
+            if (l->be2) row_add(y, l->be2 + s->chosen[pair] * (int64_t)dim, dim);
+            for (int k = 0; k < dim; k++) branch[k] += s->share[pair] * y[k];
+        }
+    }
+    team_wait(w->team);
+}
+
+static void layer_ffn(const Pass *p, Worker *w, const Layer *l) {
+    Session *s = p->s;
+    Acts a = acts_at(s->acts, p->n, s->model->config.dim);
+    for (long i; (i = team_take(w->team)) < p->n;) {
+        row_join(s, (int)i, l->bo, l->attn_post);
+        row_to_acts(s, &a, (int)i, (int)i, l->ffn_norm);
+    }
+    team_wait(w->team);
+    if (l->hidden_dim) ffn_dense(p, w, l, &a);
+    if (l->n_experts) ffn_experts(p, w, l, &a);
+    for (long i; (i = team_take(w->team)) < p->n;) row_join(s, (int)i, l->b2, l->ffn_post);
     team_wait(w->team);
 }
 
@@ -2921,6 +3356,7 @@ static void forward_worker(void *arg, int rank) {
     int dim = m->config.dim;
     for (long i; (i = team_take(w->team)) < p->n;) {
         tensor_row(&m->embedding, s->rows[i].token, s->x + i * dim);
+        for (int k = 0; k < dim; k++) s->x[i * dim + k] *= m->config.embed_scale;
         rope_angles(s, (int)i);
     }
     team_wait(w->team);
@@ -2937,7 +3373,14 @@ static void forward_worker(void *arg, int rank) {
     for (long i; (i = team_take(w->team)) < n;)
         row_to_acts(s, &a, (int)i, p->n - n + (int)i, m->output_norm);
     team_wait(w->team);
-    matmul(w, &a, (Product[]){{&m->output, s->logits, m->config.vocab_size}}, 1);
+    int64_t vocab = m->config.vocab_size;
+    matmul(w, &a, (Product[]){{&m->output, s->logits, vocab, 0, n}}, 1);
+    if (m->config.logit_divisor == 1 && !m->config.logit_cap) return;
+    for (long i; (i = team_take(w->team)) < n;) {
+        float *logits = s->logits + i * vocab;
+        for (int64_t k = 0; k < vocab; k++) logits[k] /= m->config.logit_divisor;
+        row_cap(s, logits, 0, vocab, m->config.logit_cap);
+    }
 }
 
 // One pass over s->rows[0 .. n), 1 <= n <= chunk: their keys and values enter the cache. Gives the
@@ -3465,11 +3908,13 @@ static void vocab_from_gguf(Vocab *v, const Gguf *g, Str *warnings) {
     if (span_is(model, "no_vocab") || span_is(model, "none") || (!model.n && !n)) return;
     v->kind = span_is(model, "llama") ? VOCAB_SPM : VOCAB_BPE;
     if (v->kind == VOCAB_BPE && !span_is(model, "gpt2"))
-        die("%s: tokenizer.ggml.model is \"%.*s\", expected llama or gpt2", g->r->name, SHOWN(model));
+        die("%s: tokenizer.ggml.model is \"%.*s\", expected llama or gpt2", g->r->name,
+            SHOWN(model));
     if (!n || n > 1 << 28 || n_merges > 1 << 30 || (n_scores && n_scores != n)
         || (n_types && n_types != n))
-        die("%s: a vocabulary of %" PRIu64 " tokens, %" PRIu64 " merges, %" PRIu64 " scores, %" PRIu64
-            " token types", g->r->name, n, n_merges, n_scores, n_types);
+        die("%s: a vocabulary of %" PRIu64 " tokens, %" PRIu64 " merges, %" PRIu64
+            " scores, %" PRIu64 " token types",
+            g->r->name, n, n_merges, n_scores, n_types);
     vocab_new(v, (int)n);
     for (int id = 0; id < v->size; id++) {
         v->text[id] = rd_string(&tokens);
@@ -3987,7 +4432,7 @@ static Session *session_new(const Model *m, int seq_len, int chunk, bool half, i
         kv = MAX(kv, (size_t)l->n_kv_heads * (size_t)l->head_size);
         hidden = MAX(hidden, (size_t)l->hidden_dim);
     }
-    for (int t = 0; t < MAX_ROPES; t++) turn += (size_t)c->rope[t].n_rot;
+    for (int t = 0; t < N_ROPES; t++) turn += (size_t)c->rope[t].n_rot;
     size_t dim = (size_t)c->dim, widest = MAX(MAX(heads, hidden), dim);
     s->tokens = xalloc((size_t)seq_len, sizeof *s->tokens);
     s->rows = xalloc(n, sizeof *s->rows);
@@ -3995,10 +4440,21 @@ static Session *session_new(const Model *m, int seq_len, int chunk, bool half, i
     s->branch = aligned_memory(n * dim * sizeof(float));
     s->q = aligned_memory(n * heads * sizeof(float));
     s->k = aligned_memory(n * kv * sizeof(float)), s->v = aligned_memory(n * kv * sizeof(float));
-    s->h1 = aligned_memory(n * hidden * sizeof(float));
-    s->h3 = aligned_memory(n * hidden * sizeof(float));
+    size_t pairs = n * (size_t)c->n_used, gates = MAX(n * hidden, pairs * (size_t)c->expert_dim);
+    s->h1 = aligned_memory(gates * sizeof(float)), s->h3 = aligned_memory(gates * sizeof(float));
     s->turn = aligned_memory(n * turn * sizeof(float));
     s->acts = aligned_memory(acts_bytes(s->chunk, (int64_t)widest));
+    s->pair_acts = s->acts;
+    if (c->n_experts) {
+        size_t widest_pair = MAX(dim, (size_t)c->expert_dim);
+        s->pair_acts = aligned_memory(MAX(acts_bytes((int)pairs, (int64_t)widest_pair),
+                                          acts_bytes((int)n, (int64_t)hidden)));
+        s->route = xalloc(n * (size_t)c->n_experts, sizeof *s->route);
+        s->share = xalloc(pairs, sizeof *s->share), s->chosen = xalloc(pairs, sizeof *s->chosen);
+        s->place = xalloc(pairs, sizeof *s->place);
+        s->expert_end = xalloc((size_t)c->n_experts, sizeof *s->expert_end);
+        s->expert_out = aligned_memory(pairs * dim * sizeof(float));
+    }
     s->scores = xalloc((size_t)threads * QUERY_TILE * (size_t)kv_room(s), sizeof(float));
     s->logit_rows = MIN(logit_rows, s->chunk);
     s->logits = aligned_memory((size_t)s->logit_rows * (size_t)c->vocab_size * sizeof(float));
@@ -4009,7 +4465,10 @@ static Session *session_new(const Model *m, int seq_len, int chunk, bool half, i
 
 static void session_free(Session *s) {
     for (int i = 0; i < MAX_THREADS; i++) free(s->worker[i].scratch);
-    free(s->cache), free(s->tokens), free(s->rows), free(s->x), free(s->branch);
+    if (s->pair_acts != s->acts) free(s->pair_acts);
+    free(s->route), free(s->share), free(s->chosen), free(s->place), free(s->expert_end);
+    free(s->expert_out), free(s->cache), free(s->tokens), free(s->rows), free(s->x),
+        free(s->branch);
     free(s->q), free(s->k), free(s->v), free(s->h1), free(s->h3), free(s->turn);
     free(s->acts), free(s->scores), free(s->logits), free(s->trace), free(s);
 }
