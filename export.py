@@ -72,40 +72,159 @@ log = Log()
 
 # ---- What a model is ----------------------------------------------------------------------------
 #
-# A new architecture is one row of ARCHS, and a row or column of LAYER where its tensors differ.
+# A new architecture is one row of ARCHS, and a list of its layer's tensors where those differ.
+# Tensors: GGUF name, Hugging Face name, shape (experts, rows, columns), setting that gives a bias.
+
+OUTER = [
+    ("token_embd", "embed_tokens", "vocab dim", ""),
+    ("output_norm", "norm", "dim", ""),
+    ("output", "lm_head", "vocab dim", ""),
+]
+ATTENTION = [
+    ("attn_q", "self_attn.q_proj", "q dim", "qkv_bias"),
+    ("attn_k", "self_attn.k_proj", "kv dim", "qkv_bias"),
+    ("attn_v", "self_attn.v_proj", "kv dim", "qkv_bias"),
+    ("attn_output", "self_attn.o_proj", "dim q", "attention_bias"),
+]
+MLP = [
+    ("ffn_gate", "mlp.gate_proj", "hidden dim", "mlp_bias"),
+    ("ffn_up", "mlp.up_proj", "hidden dim", "mlp_bias"),
+    ("ffn_down", "mlp.down_proj", "dim hidden", "mlp_bias"),
+]
+EXPERTS = [
+    ("ffn_gate_inp", "mlp.gate", "experts dim", "expert_bias"),
+    ("ffn_gate_exps", "mlp.experts.gate_proj", "experts narrow dim", "expert_bias"),
+    ("ffn_up_exps", "mlp.experts.up_proj", "experts narrow dim", "expert_bias"),
+    ("ffn_down_exps", "mlp.experts.down_proj", "experts dim narrow", "expert_bias"),
+]
+SHARED = [      # an expert that every token has
+    ("ffn_gate_shexp", "mlp.shared_expert.gate_proj", "shared dim", ""),
+    ("ffn_up_shexp", "mlp.shared_expert.up_proj", "shared dim", ""),
+    ("ffn_down_shexp", "mlp.shared_expert.down_proj", "dim shared", ""),
+]
+SHARED_GATE = [("ffn_gate_inp_shexp", "mlp.shared_expert_gate", "one dim", "")]
+PRE_NORMS = [
+    ("attn_norm", "input_layernorm", "dim", ""),
+    ("ffn_norm", "post_attention_layernorm", "dim", ""),
+]
+POST_NORMS = [      # on what a branch gives, before it is added
+    ("post_attention_norm", "post_attention_layernorm", "dim", ""),
+    ("post_ffw_norm", "post_feedforward_layernorm", "dim", ""),
+]
+BOTH_NORMS = [PRE_NORMS[0], ("ffn_norm", "pre_feedforward_layernorm", "dim", ""), *POST_NORMS]
+HEAD_NORMS = [      # of each head's queries and keys
+    ("attn_q_norm", "self_attn.q_norm", "head", ""),
+    ("attn_k_norm", "self_attn.k_norm", "head", ""),
+]
+WIDE_NORMS = [("attn_q_norm", "self_attn.q_norm", "q", ""),     # of all heads at once
+              ("attn_k_norm", "self_attn.k_norm", "kv", "")]
+LLAMA = PRE_NORMS + ATTENTION + MLP
+PHI3 = PRE_NORMS + [
+    ("attn_qkv", "self_attn.qkv_proj", "qkv dim", ""), ATTENTION[3],
+    ("ffn_up", "mlp.gate_up_proj", "both dim", ""), MLP[2],     # the gate's rows come first
+]
+GPT_OSS = [PRE_NORMS[0], POST_NORMS[0], ("attn_sinks", "self_attn.sinks", "heads", ""),
+           *ATTENTION, *EXPERTS]
+
+# Does layer i see a window only? For an empty config: what readers of a GGUF with a window assume.
+def all_slide(i, c): return True
+def even_slide(i, c): return i % 2 == 0
+def olmo3_slides(i, c): return (i + 1) % 4 != 0
+def gemma3_slides(i, c): return (i + 1) % c.get("sliding_window_pattern", 6) != 0
+def qwen_slides(i, c): return i >= c.get("max_window_layers", 0)
+def qwen2moe_slides(i, c): return not c or i % 2 == 0 and i < c["max_window_layers"]
+def smollm3_slides(i, c): return not c or (i + 1) % 4 == 0
+
 
 @dataclass
 class Arch:
-    gguf: str        # general.architecture
-    permute: bool    # GGUF has rotated pairs side by side, Hugging Face half a head apart
-    defaults: dict   # what transformers assumes where config.json is silent
+    gguf: str                   # general.architecture
+    layer: list
+    permute: bool = False       # GGUF has rotated pairs side by side, Hugging Face half a head apart
+    slides: object = None       # which layers have the window, None: the class knows no window
+    defaults: dict = field(default_factory=dict)    # of transformers, where config.json is silent
+    keys: dict = field(default_factory=dict)        # settings copied to the GGUF: name there, type
+    act: str = "silu"
+    plus_one: bool = False      # norms multiply by 1 + weight; GGUF stores the sum
+    local_theta: float = 0.0    # rope base of the layers with a window, where they have their own
+    big: int = 0                # with so many layers, scores are divided by sqrt(dim / heads)
+    normed: bool = None         # what readers of the GGUF assume for norm_topk_prob
+    interleaved: bool = False   # experts stored transposed, rows of gate and up in turn
+    truncate: bool = True       # the ends of YaRN's ramp are rounded
 
 
+QWEN = {"qkv_bias": True, "use_sliding_window": False, "max_window_layers": 28,
+        "sliding_window": 4096, "num_key_value_heads": 32}
+QWEN3 = {**QWEN, "qkv_bias": None}
+GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4}
+GEMMA2 = {**GEMMA, "sliding_window": 4096, "query_pre_attn_scalar": 256}
+GEMMA_CAPS = {"attn_logit_softcapping": ("attn_logit_softcapping", float),
+              "final_logit_softcapping": ("final_logit_softcapping", float)}
+MULTIPLIERS = {"attention_multiplier": ("attention.scale", float),
+               "embedding_multiplier": ("embedding_scale", float),
+               "residual_multiplier": ("residual_scale", float),
+               "logits_scaling": ("logit_scale", float)}
+GRANITE = {**dict.fromkeys(MULTIPLIERS, 1.0), "num_local_experts": 8, "num_experts_per_tok": 2}
+NARROW = {"moe_intermediate_size": ("expert_feed_forward_length", int)}
+SHARED_SIZE = ("expert_shared_feed_forward_length", int)
 ARCHS = {
-    "LlamaForCausalLM": Arch("llama", True, {}),
-    "MistralForCausalLM": Arch("llama", True, {"num_key_value_heads": 8, "sliding_window": 4096}),
+    "LlamaForCausalLM": Arch("llama", LLAMA, True),
+    "MistralForCausalLM": Arch("llama", LLAMA, True, all_slide, {
+        "num_key_value_heads": 8, "sliding_window": 4096}),
+    "MixtralForCausalLM": Arch("llama", PRE_NORMS + ATTENTION + EXPERTS, True, all_slide, {
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8,
+        "num_experts_per_tok": 2}),
+    "Ministral3ForCausalLM": Arch("mistral3", LLAMA, True, all_slide, {
+        "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6}),
+    "Qwen2ForCausalLM": Arch("qwen2", LLAMA, False, qwen_slides, QWEN),
+    "Qwen2MoeForCausalLM": Arch(
+        "qwen2moe", PRE_NORMS + ATTENTION + EXPERTS + SHARED + SHARED_GATE, False, qwen2moe_slides,
+        {**QWEN, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
+         "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
+        {**NARROW, "shared_expert_intermediate_size": SHARED_SIZE}, normed=False),
+    "Qwen3ForCausalLM": Arch("qwen3", LLAMA + HEAD_NORMS, False, qwen_slides, {
+        **QWEN3, "head_dim": 128}),
+    "Qwen3MoeForCausalLM": Arch(
+        "qwen3moe", PRE_NORMS + ATTENTION + HEAD_NORMS + EXPERTS, False, all_slide,
+        {**QWEN3, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+         "moe_intermediate_size": 768}, NARROW, normed=True),
+    "GemmaForCausalLM": Arch("gemma", LLAMA, False, None, {**GEMMA, "num_key_value_heads": 16},
+                             act="gelu_pytorch_tanh", plus_one=True),
+    "Gemma2ForCausalLM": Arch(
+        "gemma2", BOTH_NORMS + ATTENTION + MLP, False, even_slide,
+        {**GEMMA2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, GEMMA_CAPS,
+        act="gelu_pytorch_tanh", plus_one=True, big=46),
+    "Gemma3ForCausalLM": Arch(
+        "gemma3", BOTH_NORMS + HEAD_NORMS + ATTENTION + MLP, False, gemma3_slides,
+        {**GEMMA2, "rope_theta": 1e6, "max_position_embeddings": 131072}, GEMMA_CAPS,
+        act="gelu_pytorch_tanh", plus_one=True, local_theta=1e4, big=62),
+    "Phi3ForCausalLM": Arch("phi3", PHI3, False, all_slide, {
+        "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}),
+    "Olmo2ForCausalLM": Arch("olmo2", POST_NORMS + WIDE_NORMS + ATTENTION + MLP, defaults={
+        "rms_norm_eps": 1e-5}),
+    "Olmo3ForCausalLM": Arch(
+        "olmo2", POST_NORMS + WIDE_NORMS + ATTENTION + MLP, False, olmo3_slides,
+        {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096}, local_theta=5e5),
+    "GraniteForCausalLM": Arch("granite", LLAMA, True, None, GRANITE, MULTIPLIERS),
+    "GraniteMoeForCausalLM": Arch("granitemoe", PRE_NORMS + ATTENTION + EXPERTS, True, None,
+                                  GRANITE, MULTIPLIERS),
+    "GraniteMoeSharedForCausalLM": Arch(
+        "granitemoe", PRE_NORMS + ATTENTION + EXPERTS + SHARED, True, None, GRANITE,
+        {**MULTIPLIERS, "shared_intermediate_size": SHARED_SIZE}),
+    "SmolLM3ForCausalLM": Arch("smollm3", LLAMA, True, smollm3_slides, {
+        "num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True,
+        "use_sliding_window": False}),
+    "GptOssForCausalLM": Arch(
+        "gpt-oss", GPT_OSS, False, even_slide,
+        {"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
+         "sliding_window": 128, "attention_bias": True, "expert_bias": True,
+         "num_local_experts": 128, "num_experts_per_tok": 4},
+        {"intermediate_size": NARROW["moe_intermediate_size"]}, interleaved=True, truncate=False),
 }
-
-# GGUF name, Hugging Face name, Meta and llama2.c name, shape (rows, columns), flag of its bias
-OUTER = [
-    ("token_embd", "embed_tokens", "tok_embeddings", "vocab dim", ""),
-    ("output_norm", "norm", "norm", "dim", ""),
-    ("output", "lm_head", "output", "vocab dim", ""),
-]
-LAYER = [
-    ("attn_norm", "input_layernorm", "attention_norm", "dim", ""),
-    ("attn_q", "self_attn.q_proj", "attention.wq", "q dim", "attention_bias"),
-    ("attn_k", "self_attn.k_proj", "attention.wk", "kv dim", "attention_bias"),
-    ("attn_v", "self_attn.v_proj", "attention.wv", "kv dim", "attention_bias"),
-    ("attn_output", "self_attn.o_proj", "attention.wo", "dim q", "attention_bias"),
-    ("ffn_norm", "post_attention_layernorm", "ffn_norm", "dim", ""),
-    ("ffn_gate", "mlp.gate_proj", "feed_forward.w1", "hidden dim", "mlp_bias"),
-    ("ffn_up", "mlp.up_proj", "feed_forward.w3", "hidden dim", "mlp_bias"),
-    ("ffn_down", "mlp.down_proj", "feed_forward.w2", "dim hidden", "mlp_bias"),
-]
-HF, META = 1, 2     # columns of these tables
-# Buffers that older checkpoints carry along; they follow from the configuration.
-BUFFERS = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|rope\.freqs|freqs_(cos|sin)")
+WRAPPERS = {    # models with eyes: the text model in them
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Mistral3ForConditionalGeneration": "Ministral3ForCausalLM",
+}
 
 
 @dataclass
@@ -119,60 +238,122 @@ class Params:
     vocab_size: int                  # rows of the embedding
     max_seq_len: int
     norm_eps: float
+    n_rot: int                       # elements of a head that rotate
     rope_theta: float = 10000.0
     rope: dict = field(default_factory=lambda: {"rope_type": "default"})    # as in config.json
     tied: bool = False               # the classifier is the embedding
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    window: int = 0                  # sliding window of all layers, 0: none
     arch: Arch = None
+    config: dict = field(default_factory=dict)      # with the class's defaults
+    window: int = 0                  # sliding window of the layers that slide, 0: none
+    slides: list = field(default_factory=list)      # for each layer, if there is a window
+    local_theta: float = 0.0         # rope base of the layers that slide, 0: no own
+    n_experts: int = 0
+    narrow: int = 0                  # hidden size of an expert
+    shared: int = 0                  # of the shared expert
+
+    OPTIONAL = "window", "local_theta", "n_experts", "narrow", "shared"
 
     def check(self, where):
         for name, kind in self.__annotations__.items():
             value = getattr(self, name)
-            if kind in (int, float) and name != "window" and not (
-                    type(value) in (int, kind) and 0 < value < 2**31):
+            if kind in (int, float) and not (type(value) in (int, kind) and value < 2**31 and (
+                    value > 0 or value == 0 and name in self.OPTIONAL)):
                 raise ExportError(f"{where}: {name} is {value!r}, expected a positive number")
         if self.n_heads % self.n_kv_heads:
             raise ExportError(f"{where}: {self.n_heads} heads cannot share {self.n_kv_heads} key "
                               "and value heads evenly")
-        if self.head_dim % 2:
-            raise ExportError(f"{where}: head size {self.head_dim} is odd, rotation needs pairs")
+        if self.n_rot % 2 or self.n_rot > self.head_dim:
+            raise ExportError(f"{where}: {self.n_rot} of {self.head_dim} elements of a head rotate, "
+                              "expected pairs")
 
     def shape(self, spec):
-        size = {"vocab": self.vocab_size, "dim": self.dim, "hidden": self.hidden_dim,
-                "q": self.n_heads * self.head_dim, "kv": self.n_kv_heads * self.head_dim}
+        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        size = {"vocab": self.vocab_size, "dim": self.dim, "hidden": self.hidden_dim, "q": q,
+                "kv": kv, "qkv": q + 2 * kv, "both": 2 * self.hidden_dim, "head": self.head_dim,
+                "heads": self.n_heads, "experts": self.n_experts, "narrow": self.narrow,
+                "shared": self.shared, "one": 1}
         return tuple(size[s] for s in spec.split())
+
+
+@dataclass
+class Tensor:
+    shape: tuple        # in the GGUF, the experts first
+    sources: dict       # names in the checkpoint -> shapes there
+    make: object        # arrays of these names -> array of this shape
+    packed: bool = False    # made as bytes of MXFP4
 
 
 class Model:
     """Parameters and checked access to the weights, one tensor at a time, in GGUF's row order."""
 
-    def __init__(self, params, source, naming):
-        self.params, self.source = params, source
+    def __init__(self, params, source, halves):
+        """halves: rotated pairs are half a head apart in the source, as Hugging Face has them."""
+        self.params, self.source, self.tensors = params, source, {}
         if params.n_layers > len(source.shapes):
             raise ExportError(f"{source.where}: {params.n_layers} layers, but only "
                               f"{len(source.shapes)} tensors")
-        self.table = {}     # GGUF name -> (name in the source, shape, heads to be permuted)
         rows = [("", "", row) for row in OUTER if row[0] != "output" or not params.tied]
-        rows += [(f"blk.{i}.", f"layers.{i}.", r) for i in range(params.n_layers) for r in LAYER]
+        rows += [(f"blk.{i}.", f"layers.{i}.", row) for i in range(params.n_layers)
+                 for row in params.arch.layer]
         permuted = {"attn_q": params.n_heads, "attn_k": params.n_kv_heads}
-        for mine, theirs, row in rows:
-            heads = permuted.get(row[0], 0) if naming == HF and params.arch.permute else 0
-            name, shape = theirs + row[naming], params.shape(row[3])
-            self.table[f"{mine}{row[0]}.weight"] = f"{name}.weight", shape, heads
-            if row[4] and getattr(params, row[4]):
-                self.table[f"{mine}{row[0]}.bias"] = f"{name}.bias", shape[:1], heads
+        for mine, theirs, (role, name, spec, bias) in rows:
+            shape = params.shape(spec)
+            heads = permuted.get(role, 0) if halves and params.arch.permute else 0
+            kinds = {"weight": shape}
+            if params.config.get(bias):
+                kinds["bias"] = shape[:-1]
+            for kind, shape in kinds.items():
+                self.tensors[f"{mine}{role}.{kind}"] = self.plan(theirs + name, kind, shape, heads)
         self.check()
+
+    def plan(self, name, kind, shape, heads):
+        """How a tensor comes from the checkpoint, which may have the gate and up projections, and
+        all experts, in one."""
+        import numpy as np
+        arch, found = self.params.arch, self.source.shapes
+        base, _, part = name.rpartition(".")
+        experts, half = base.endswith(".experts"), {"gate_proj": 0, "up_proj": 1}.get(part)
+        fused = base + (".down_proj" if half is None else ".gate_up_proj")
+        if experts:
+            each = {f"{base}.{e}.{part}.{kind}": shape[1:] for e in range(shape[0])}
+            if not arch.interleaved and fused not in found:
+                return Tensor(shape, each, lambda *x: np.stack(x))
+        elif half is None or f"{name}.{kind}" in found or f"{fused}.{kind}" not in found:
+            def make(x):
+                if heads:   # rows i and i + half of each head become rows 2i and 2i + 1
+                    pairs = x.reshape(heads, 2, self.params.head_dim // 2, -1)
+                    x = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(shape)
+                return x + 1 if arch.plus_one and name.endswith("norm") else x
+            return Tensor(shape, {f"{name}.{kind}": shape}, make)
+        axis = len(shape) - (2 if kind == "weight" else 1)      # of the rows
+        n, whole = shape[axis], list(shape)
+        pick, rows = [slice(None)] * len(shape), slice(None)
+        if half is not None:
+            whole[axis] = 2 * n
+            rows = slice(half, None, 2) if arch.interleaved else slice(half * n, half * n + n)
+        pick[axis] = rows
+        pick = tuple(pick)
+        if not experts:
+            fused += "." + kind
+        elif kind == "bias":
+            fused += "_bias"
+        elif fused + "_blocks" in found:
+            blocks = *whole[:2], whole[2] // 32
+            return Tensor(shape, {fused + "_blocks": (*blocks, 16), fused + "_scales": blocks},
+                          lambda b, s: mxfp4_blocks(b[:, rows], s[:, rows]), True)
+        elif arch.interleaved:
+            return Tensor(shape, {fused: (whole[0], whole[2], whole[1])},
+                          lambda x: x.swapaxes(1, 2)[pick])
+        return Tensor(shape, {fused: tuple(whole)}, lambda x: x[pick])
 
     def check(self):
         """Every tensor is there once, in the shape that the configuration says, and no other."""
-        wanted = {name: shape for name, shape, _ in self.table.values()}
+        wanted = {n: shape for t in self.tensors.values() for n, shape in t.sources.items()}
         found, where = self.source.shapes, self.source.where
-        spare = ("lm_head.weight", "output.weight") if self.params.tied else ()
+        spare = ("lm_head.weight",) if self.params.tied else ()
         missing = [n for n in wanted if n not in found]
         unknown = [n for n in found
-                   if n not in wanted and n not in spare and not BUFFERS.fullmatch(n)]
+                   if n not in wanted and n not in spare and not SKIPPED.fullmatch(n)]
         if missing or unknown:
             raise ExportError(f"{where}: tensor {'missing' if missing else 'unknown'}: "
                               + listing(missing or unknown))
@@ -181,31 +362,70 @@ class Model:
                 raise ExportError(f"{where}: {name} has shape {list(found[name])}, expected "
                                   f"{list(shape)}")
 
-    def load(self, name):
+    def read(self, name):
+        """A tensor of the checkpoint as finite float32, or as bytes."""
         import numpy as np
-        source, shape, heads = self.table[name]
-        x = np.ascontiguousarray(self.source.read(source), dtype=np.float32)
+        x = self.source.read(name)
+        if x.dtype == np.uint8:
+            return x
+        x = np.ascontiguousarray(x, dtype=np.float32)
         if not np.isfinite(x).all():
             at = np.unravel_index(np.argmin(np.isfinite(x)), x.shape)
-            raise ExportError(f"{self.source.where}: {source} holds {x[at]} at "
+            raise ExportError(f"{self.source.where}: {name} holds {x[at]} at "
                               f"{[int(i) for i in at]}, expected finite numbers")
-        if heads:   # rows i and i + half of each head become rows 2i and 2i + 1
-            pairs = x.reshape(heads, 2, self.params.head_dim // 2, -1)
-            x = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(shape)
         return x
+
+    def load(self, name):
+        import numpy as np
+        t = self.tensors[name]
+        return np.ascontiguousarray(t.make(*map(self.read, t.sources)))
+
+
+def mxfp4_blocks(blocks, scales):
+    """OpenAI's nibbles are in order; a block of GGUF has its exponent first, then byte j with
+    elements j and j + 16."""
+    import numpy as np
+    x = np.stack([blocks & 15, blocks >> 4], -1).reshape(*blocks.shape[:-1], 32)
+    packed = np.concatenate([scales[..., None], x[..., :16] | x[..., 16:] << 4], -1)
+    return packed.reshape(*packed.shape[:-2], -1)
 
 
 # ---- Weight files -------------------------------------------------------------------------------
 #
 # A source has where (for messages), shapes {name: tuple}, dtype(name) and read(name) -> array.
 
+# What other checkpoints call the same tensors.
+ALIASES = {
+    "tok_embeddings": "embed_tokens", "output": "lm_head",                  # Meta, llama2.c
+    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj",
+    "feed_forward": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj",
+    "block_sparse_moe": "mlp",                                              # Mixtral, Granite
+    "block_sparse_moe.router.layer": "mlp.gate", "mlp.router": "mlp.gate",
+    "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
+    "shared_mlp.input_linear": "mlp.shared_expert.gate_up_proj",
+    "shared_mlp.output_linear": "mlp.shared_expert.down_proj",
+    "self_attn.sinks": "self_attn.sinks.weight",                            # gpt-oss
+}
+ALIAS = re.compile(r"(?<![^.])(" + "|".join(
+    re.escape(a) for a in sorted(ALIASES, key=len, reverse=True)) + r")(?![^.])")
+# Buffers of older checkpoints, which follow from the configuration, and the eyes of a model.
+SKIPPED = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|rope\.freqs|freqs_(cos|sin)|"
+                     r"(vision_tower|multi_modal_projector)\..*")
+
+
 def plain_name(name):
-    """Without the wrappers that frameworks put around a model."""
-    return re.sub(r"^(_orig_mod\.)?(model\.)?", "", name)
+    """Hugging Face's name, without the wrappers that frameworks put around a model."""
+    name = re.sub(r"^(_orig_mod\.)?(model\.)?(language_model\.)?(model\.)?", "", name)
+    name = re.sub(r"(\.experts\.(gate_up|down)_proj)\.weight$", r"\1", name)
+    return ALIAS.sub(lambda m: ALIASES[m[0]], name)
 
 
 class Safetensors:
-    TYPES = {"F32": ("<f4", "f32"), "F16": ("<f2", "f16"), "BF16": ("<u2", "bf16")}
+    TYPES = {"F32": ("<f4", "f32"), "F16": ("<f2", "f16"), "BF16": ("<u2", "bf16"),
+             "U8": ("u1", "u8")}
 
     def __init__(self, folder, files):
         self.where, self.shapes, self.info = str(folder), {}, {}
@@ -313,56 +533,129 @@ def weight_files(folder):
     return [folder / name for name in names]
 
 
-def hf_rope(config, where):
-    """Base and scaling, from transformers 5's rope_parameters or the older pair of keys."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+ROPE_NEEDS = {
+    "default": (), "dynamic": (), "linear": ("factor",), "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("original_max_position_embeddings",),
+}
+
+
+def hf_rope(config, arch, where):
+    """Base and scaling, from transformers 5's rope_parameters or the older keys, and the base of
+    the layers with a window."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    local = {"rope_theta": config.get("rope_local_base_freq")}
+    if rope.keys() & {"full_attention", "sliding_attention"}:
+        rope, local = rope.get("full_attention") or {}, rope.get("sliding_attention") or {}
+    rope, base = dict(rope), arch.local_theta and (local.get("rope_theta") or arch.local_theta)
     theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    kind = rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
-    needs = {"default": (), "dynamic": (), "linear": ("factor",), "yarn": ("factor",),
-             "llama3": ("factor", "low_freq_factor", "high_freq_factor",
-                        "original_max_position_embeddings")}
-    if kind not in needs:
-        raise ExportError(f"{where}: rope_type {kind} is not supported, known are "
-                          + ", ".join(needs))
-    for key in needs[kind]:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if arch.gguf == "phi3" and kind in ("su", "yarn"):      # older names
+        kind = "longrope"
+    if kind not in ROPE_NEEDS or (kind == "longrope") > (arch.gguf == "phi3"):
+        raise ExportError(f"{where}: rope_type {kind} is not supported here, known are "
+                          + ", ".join(ROPE_NEEDS))
+    own = local.get("rope_type") or local.get("type") or "default"
+    if own != "default" or base and kind == "llama3":
+        raise ExportError(f"{where}: rope_type {kind}, and {own} for the layers with a window: not "
+                          "supported, GGUF scales the others only")
+    rope["rope_type"] = kind
+    rope["original_max_position_embeddings"] = (
+        config.get("original_max_position_embeddings")
+        or rope.get("original_max_position_embeddings") or config.get("max_position_embeddings"))
+    for key in ROPE_NEEDS[kind]:
         if not isinstance(rope.get(key), (int, float)) or not 0 < rope[key] < math.inf:
             raise ExportError(f"{where}: {key} of rope_type {kind} is {rope.get(key)!r}, expected "
                               "a positive number")
     if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
         raise ExportError(f"{where}: low_freq_factor is not below high_freq_factor")
-    if (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1) != 1:
-        raise ExportError(f"{where}: partial_rotary_factor is not supported for this architecture")
+    if kind == "yarn" and rope.get("truncate", True) != arch.truncate:
+        raise ExportError(f"{where}: yarn with truncate {rope.get('truncate', True)} is not "
+                          f"supported for {arch.gguf}, readers of a GGUF assume {arch.truncate}")
     if kind == "dynamic":
-        log.note("dynamic rope scaling changes nothing within the trained context: not stored")
+        log.note("GGUF cannot say dynamic rope scaling: not stored, texts over the trained "
+                 "context run unscaled")
         rope["rope_type"] = "default"
-    return theta, rope
+    return theta, rope, base
+
+
+def hf_windows(config, arch, n_layers, where):
+    """Size of the sliding window, and for each layer whether it has it."""
+    window = arch.slides and config.get("sliding_window")
+    if not window or not config.get("use_sliding_window", True):
+        return 0, []
+    types = arch.slides != all_slide and config.get("layer_types")
+    if not types:
+        return window, [bool(arch.slides(i, config)) for i in range(n_layers)]
+    other = set(types) - {"full_attention", "sliding_attention"}
+    if other or len(types) != n_layers:
+        raise ExportError(f"{where}: layer_types has {len(types)} entries, {sorted(map(str, other))}"
+                          f": expected full_attention or sliding_attention for {n_layers} layers")
+    return window, [t == "sliding_attention" for t in types]
+
+
+def refuse_settings(config, arch, where):
+    """Settings that change what a model computes and that no GGUF can state."""
+    every_4th = [int((i + 1) % 4 != 0) for i in range(config["num_hidden_layers"])]
+    tanh = arch.act == "gelu_pytorch_tanh"
+    for key, expected, given in (
+            ("hidden_act", (arch.act, *(("gelu",) if tanh else ("swish",))),
+             config.get("hidden_activation") or config.get("hidden_act") or arch.act),
+            ("mlp_only_layers", ([],), config.get("mlp_only_layers") or []),
+            ("decoder_sparse_step", (1,), config.get("decoder_sparse_step", 1)),
+            ("swiglu_limit", (7.0,), config.get("swiglu_limit", 7.0)),
+            ("swiglu_alpha", (1.702,), config.get("swiglu_alpha", 1.702)),
+            ("use_bidirectional_attention", (False,),
+             bool(config.get("use_bidirectional_attention"))),
+            ("no_rope_layer_interval", (4,), config.get("no_rope_layer_interval", 4)),
+            ("no_rope_layers", (every_4th,), config.get("no_rope_layers") or every_4th)):
+        if given not in expected:
+            raise ExportError(f"{where}: {key} is {given}, expected {expected[0]} for {arch.gguf}")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method")
+        if not (method == "mxfp4" and arch.interleaved):
+            raise ExportError(f"{where}: the weights are quantised ({method}), expected float "
+                              "weights")
 
 
 def hf_params(config, where):
     name = (config.get("architectures") or [f"of type {config.get('model_type')}"])[0]
-    if name not in ARCHS:
+    config = {**config, **(config.get("text_config") or {})}
+    arch = ARCHS.get(WRAPPERS.get(name, name))
+    if not arch:
         raise ExportError(f"{where}: architecture {name} is not supported, known are "
                           + ", ".join(ARCHS))
-    arch = ARCHS[name]
     config = {**arch.defaults, **config}
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method")
-        raise ExportError(f"{where}: the weights are quantised ({method}), expected float weights")
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ExportError(f"{where}: hidden_act is {config['hidden_act']}, expected silu")
-    theta, rope = hf_rope(config, where)
+    config.setdefault("qkv_bias", config.get("attention_bias"))
+    refuse_settings(config, arch, where)
+    theta, rope, local_theta = hf_rope(config, arch, where)
     dim, n_heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or dim // n_heads
+    part = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
+    if part != 1 and arch.gguf != "phi3":
+        raise ExportError(f"{where}: partial_rotary_factor is not supported for {arch.gguf}")
+    window, slides = hf_windows(config, arch, config["num_hidden_layers"], where)
+    experts = EXPERTS[0] in arch.layer
     p = Params(
         dim=dim, hidden_dim=config["intermediate_size"], n_layers=config["num_hidden_layers"],
         n_heads=n_heads, n_kv_heads=config.get("num_key_value_heads") or n_heads,
-        head_dim=config.get("head_dim") or dim // n_heads,
-        vocab_size=config.get("vocab_size") or 1,       # the embedding will correct it
+        head_dim=head_dim, vocab_size=config.get("vocab_size") or 1,    # the embedding will tell
         max_seq_len=config.get("max_position_embeddings", 2048),
-        norm_eps=config.get("rms_norm_eps", 1e-6), rope_theta=theta, rope=rope,
-        tied=bool(config.get("tie_word_embeddings")),
-        attention_bias=bool(config.get("attention_bias")), mlp_bias=bool(config.get("mlp_bias")),
-        window=config.get("sliding_window") or 0, arch=arch)
+        norm_eps=config.get("rms_norm_eps", 1e-6), n_rot=int(head_dim * part), rope_theta=theta,
+        rope=rope, tied=bool(config.get("tie_word_embeddings")), arch=arch, config=config,
+        window=window, slides=slides, local_theta=local_theta)
+    if experts:
+        p.n_experts = config.get("num_local_experts") or config["num_experts"]
+        p.narrow = config.get("moe_intermediate_size") or config["intermediate_size"]
+        p.shared = config.get("shared_expert_intermediate_size") or config.get(
+            "shared_intermediate_size") or 0
+        if not 0 < config["num_experts_per_tok"] <= p.n_experts:
+            raise ExportError(f"{where}: {config['num_experts_per_tok']} of {p.n_experts} experts")
     p.check(where)
+    factors = rope["rope_type"] == "longrope" and [rope["short_factor"], rope["long_factor"]]
+    if factors and not all(len(f) == p.n_rot // 2 and min(f) > 0 for f in factors):
+        raise ExportError(f"{where}: short_factor and long_factor are not {p.n_rot // 2} positive "
+                          "numbers each")
     return p
 
 
@@ -379,13 +672,13 @@ def load_hf(folder):
         p = hf_params(config, where)
     source = Safetensors(folder, weight_files(folder))
     rows = rows_of(source, "embed_tokens.weight")
-    if config.get("vocab_size", rows) != rows:
+    if p.config.get("vocab_size", rows) != rows:
         log.note(f"{where}: vocab_size is {p.vocab_size}, using the embedding's {rows} rows")
     p.vocab_size = rows
-    if "lm_head.weight" not in source.shapes and "tie_word_embeddings" not in config:
+    if "lm_head.weight" not in source.shapes and "tie_word_embeddings" not in p.config:
         log.note("no lm_head.weight and no tie_word_embeddings: the embedding is the classifier")
         p.tied = True
-    return Model(p, source, HF)
+    return Model(p, source, True)
 
 
 def meta_model(args, source, where, max_seq_len, rope=None):
@@ -393,19 +686,19 @@ def meta_model(args, source, where, max_seq_len, rope=None):
     import numpy as np
     with parsing(where):
         p = Params(
-            dim=args["dim"], hidden_dim=rows_of(source, "layers.0.feed_forward.w1.weight"),
+            dim=args["dim"], hidden_dim=rows_of(source, "layers.0.mlp.gate_proj.weight"),
             n_layers=args["n_layers"], n_heads=args["n_heads"],
             n_kv_heads=args.get("n_kv_heads") or args["n_heads"],
-            head_dim=args["dim"] // args["n_heads"],
-            vocab_size=rows_of(source, "tok_embeddings.weight"), max_seq_len=max_seq_len,
+            head_dim=args["dim"] // args["n_heads"], n_rot=args["dim"] // args["n_heads"],
+            vocab_size=rows_of(source, "embed_tokens.weight"), max_seq_len=max_seq_len,
             norm_eps=args.get("norm_eps", 1e-5), rope_theta=args.get("rope_theta") or 10000.0,
             arch=ARCHS["LlamaForCausalLM"])
         p.check(where)
     p.rope = rope or p.rope
-    shapes, (ours, theirs) = source.shapes, ("output.weight", "tok_embeddings.weight")
+    shapes, (ours, theirs) = source.shapes, ("lm_head.weight", "embed_tokens.weight")
     p.tied = ours not in shapes or (shapes[ours] == shapes[theirs] and bool(
         np.array_equal(source.read(ours), source.read(theirs))))
-    return Model(p, source, META)
+    return Model(p, source, False)
 
 
 def load_pt(path):
@@ -433,8 +726,8 @@ def load_meta(folder):
     axes = {}
     for name, t in shards[0].items():
         if t.dim() == 2 and len(shards) > 1:    # wo and w2 split their input, the rest their output
-            axes[name] = int(name.split(".")[-2] in ("wo", "w2"))
-            if name == "tok_embeddings.weight":     # Llama 1, 2: the width; 3: the vocabulary
+            axes[name] = int(name.split(".")[-2] in ("o_proj", "down_proj"))
+            if name == "embed_tokens.weight":     # Llama 1, 2: the width; 3: the vocabulary
                 axes[name] = int(t.shape[1] != args.get("dim"))
     # params.json does not say how long the training texts were; the rest shows the generation.
     theta, scaled = args.get("rope_theta"), args.get("use_scaled_rope")
@@ -804,27 +1097,75 @@ def whole_file(path):
         raise
 
 
-def write_params(w, p):
-    for add, value in (
-            (w.add_context_length, p.max_seq_len), (w.add_embedding_length, p.dim),
-            (w.add_block_count, p.n_layers), (w.add_feed_forward_length, p.hidden_dim),
-            (w.add_head_count, p.n_heads), (w.add_head_count_kv, p.n_kv_heads),
-            (w.add_key_length, p.head_dim), (w.add_value_length, p.head_dim),
-            (w.add_layer_norm_rms_eps, p.norm_eps), (w.add_rope_dimension_count, p.head_dim),
-            (w.add_rope_freq_base, p.rope_theta), (w.add_vocab_size, p.vocab_size)):
-        add(value)
+def rope_keys(p):
     kind, rope = p.rope["rope_type"], p.rope
+    original = rope.get("original_max_position_embeddings") or p.max_seq_len
+    keys = {"rope.dimension_count": p.n_rot, "rope.freq_base": float(p.rope_theta)}
+    if p.local_theta:
+        keys["rope.freq_base_swa"] = float(p.local_theta)
     if kind in ("linear", "yarn"):
-        w.add_rope_scaling_type(package("gguf").RopeScalingType(kind))
-        w.add_rope_scaling_factor(rope["factor"])
+        keys |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+    if kind == "longrope":      # the type itself is not written: readers go by the tensors
+        factor = rope.get("factor") or p.max_seq_len / original
+        keys["rope.scaling.attn_factor"] = float(rope.get("attention_factor") or math.sqrt(
+            1 + math.log(max(factor, 1)) / math.log(original)))
+    temperature = rope.get("llama_4_scaling_beta") if p.arch.gguf == "mistral3" else None
+    if temperature is not None:
+        keys["attention.temperature_scale"] = float(temperature)
+    if kind in ("yarn", "longrope") or temperature is not None or p.arch.gguf == "phi3":
+        keys["rope.scaling.original_context_length"] = int(original)
     if kind == "yarn":
-        w.add_rope_scaling_orig_ctx_len(rope.get("original_max_position_embeddings")
-                                        or p.max_seq_len)
-        for key, add in (("attention_factor", w.add_rope_scaling_yarn_attn_factor),
-                         ("beta_fast", w.add_rope_scaling_yarn_beta_fast),
-                         ("beta_slow", w.add_rope_scaling_yarn_beta_slow)):
-            if rope.get(key) is not None:
-                add(rope[key])
+        scale, over = rope.get("mscale"), rope.get("mscale_all_dim")
+        whole, log_factor = rope.get("attention_factor"), 0.1 * math.log(max(rope["factor"], 1))
+        if whole is None and scale and over:
+            if scale == 1 and p.arch.gguf == "mistral3":
+                keys["rope.scaling.yarn_log_multiplier"] = float(over)
+            else:
+                whole = (scale * log_factor + 1) / (over * log_factor + 1)
+        for key, value in (("attn_factor", whole), ("beta_fast", rope.get("beta_fast")),
+                           ("beta_slow", rope.get("beta_slow"))):
+            if value is not None:
+                keys["rope.scaling.yarn_" + key] = float(value)
+    return keys
+
+
+def param_keys(p):
+    """What a GGUF says about the model, without the architecture's prefix."""
+    c, arch = p.config, p.arch
+    keys = {
+        "context_length": p.max_seq_len, "embedding_length": p.dim, "block_count": p.n_layers,
+        "feed_forward_length": p.hidden_dim, "attention.head_count": p.n_heads,
+        "attention.head_count_kv": p.n_kv_heads, "attention.key_length": p.head_dim,
+        "attention.value_length": p.head_dim,
+        "attention.layer_norm_rms_epsilon": float(p.norm_eps), "vocab_size": p.vocab_size,
+        **rope_keys(p)}
+    if p.n_experts:
+        keys |= {"expert_count": p.n_experts, "expert_used_count": c["num_experts_per_tok"]}
+    if arch.normed not in (None, c.get("norm_topk_prob", False)):
+        keys["expert_weights_norm"] = c.get("norm_topk_prob", False)
+    for setting, (key, kind) in arch.keys.items():
+        if c.get(setting) is not None:
+            keys[key] = kind(c[setting])
+        elif arch.gguf == "gemma2":     # its readers have defaults for the caps
+            keys[key] = 0.0
+    divisor = c.get("query_pre_attn_scalar", p.head_dim)
+    if divisor != (p.dim // p.n_heads if p.n_layers == arch.big else p.head_dim):
+        keys["attention.scale"] = float(divisor ** -0.5)
+    usual = [bool(arch.slides(i, {})) for i in range(p.n_layers)] if p.window else []
+    if any(p.slides) or p.window and not all(usual):
+        keys["attention.sliding_window"] = p.window
+        if p.slides != usual or arch.gguf == "olmo2":
+            keys["attention.sliding_window_pattern"] = p.slides
+    elif arch.gguf == "phi3":
+        keys["attention.sliding_window"] = 0
+    return keys
+
+
+def write_params(w, p):
+    for key, value in param_keys(p).items():
+        add = {int: w.add_uint32, float: w.add_float32, bool: w.add_bool, str: w.add_string,
+               list: w.add_array}[type(value)]
+        add(f"{p.arch.gguf}.{key}", value)
 
 
 def write_vocab(w, v):
@@ -855,24 +1196,33 @@ def write_sampling(w, generation):
             add(kind(generation[key]))
 
 
-def llama3_divisors(p):
-    """Llama 3.1's scaling: slow rotations are slowed by factor, fast ones kept, a ramp between."""
+def rope_tensors(p):
+    """Divisors of the frequencies, by the names of GGUF."""
     import numpy as np
-    low, high, old, factor = (p.rope[k] for k in (
+    kind, rope = p.rope["rope_type"], p.rope
+    if kind == "longrope":
+        return {f"rope_factors_{k}.weight": np.array(rope[k + "_factor"], np.float32)
+                for k in ("long", "short")}
+    if kind != "llama3":
+        return {}
+    # Llama 3.1: slow rotations are slowed by factor, fast ones kept, a ramp between.
+    low, high, old, factor = (rope[k] for k in (
         "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "factor"))
     inv_freq = p.rope_theta ** (-np.arange(0, p.head_dim, 2) / p.head_dim)
     smooth = np.clip((old * inv_freq / (2 * np.pi) - low) / (high - low), 0, 1)
-    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+    return {"rope_freqs.weight": (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)}
 
 
-def storage_type(name, shape, wanted, tied):
+def storage_type(name, t, wanted, tied):
     """The GGUF type of one tensor. The classifier stays at 8 bits in a 4-bit file: it decides
     every token, and rounding it costs more than the bytes it would save."""
     types = package("gguf").GGMLQuantizationType
-    if len(shape) == 1:
+    if t.packed and wanted != "f32":
+        return types.MXFP4      # as it is: any other type would be larger or worse
+    if len(t.shape) == 1 or "ffn_gate_inp" in name or name.endswith(".bias"):
         return types.F32
     if wanted in ("q8_0", "q4_0"):
-        if shape[-1] % 32:
+        if t.shape[-1] % 32:
             return types.F16
         if name == ("token_embd.weight" if tied else "output.weight"):
             return types.Q8_0
@@ -881,12 +1231,17 @@ def storage_type(name, shape, wanted, tied):
 
 def encode(x, kind, name):
     import numpy as np
+    quants, types = package("gguf").quants, package("gguf").GGMLQuantizationType
+    if x.dtype == np.uint8:     # MXFP4 already
+        if (x[..., ::17] == 255).any():
+            raise ExportError(f"{name}: holds a block whose scale is no number")
+        return x if kind == types.MXFP4 else quants.dequantize(x, types.MXFP4)
     limit = {"F16": 65504.0, "Q8_0": 65504.0 * 127, "Q4_0": 65504.0 * 8}.get(kind.name, math.inf)
     biggest = max(float(x.max()), -float(x.min()))
     if biggest > limit:     # the quantised types have a float16 scale
         raise ExportError(f"{name}: value {biggest:g} does not fit {kind.name.lower()}, at most "
                           f"{limit:g}: use --type bf16 or f32")
-    return np.ascontiguousarray(package("gguf").quants.quantize(x, kind))
+    return np.ascontiguousarray(quants.quantize(x, kind))
 
 
 def write_gguf(path, model, params, v, a):
@@ -899,11 +1254,12 @@ def write_gguf(path, model, params, v, a):
     if params:
         write_params(w, params)
     if model:
-        wanted = a.type or model.source.dtype(model.table["token_embd.weight"][0])
-        plan = [(name, shape, storage_type(name, shape, wanted, params.tied))
-                for name, (_, shape, _) in model.table.items()]
-        if params.rope["rope_type"] == "llama3":
-            plan.append(("rope_freqs.weight", (params.head_dim // 2,), plan[1][2]))     # f32
+        wanted = a.type or model.source.dtype(next(iter(
+            model.tensors["token_embd.weight"].sources)))
+        ropes = rope_tensors(params)
+        plan = [(name, t.shape, storage_type(name, t, wanted, params.tied))
+                for name, t in model.tensors.items()]
+        plan += [(name, x.shape, gguf.GGMLQuantizationType.F32) for name, x in ropes.items()]
         w.add_file_type({"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}[wanted])
         if wanted[0] == "q":
             w.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -920,7 +1276,7 @@ def write_gguf(path, model, params, v, a):
         w.write_kv_data_to_file()
         w.write_ti_data_to_file()
         for i, (name, shape, kind) in enumerate(plan, 1):
-            x = llama3_divisors(params) if name == "rope_freqs.weight" else model.load(name)
+            x = ropes[name] if name in ropes else model.load(name)
             w.write_tensor_data(encode(x, kind, name))
             log.progress(i, len(plan), name)
     finally:
@@ -932,9 +1288,11 @@ def write_gguf(path, model, params, v, a):
 def check_bin(p):
     """A .bin has no field for these and its readers take one value: another is wrong text."""
     for name, found, expected in (
+            ("architecture", p.arch.gguf, "llama"), ("experts", p.n_experts, 0),
             ("rope_theta", p.rope_theta, 10000), ("rope scaling", p.rope["rope_type"], "default"),
             ("head size", p.head_dim, p.dim / p.n_heads), ("norm eps", round(p.norm_eps, 9), 1e-5),
-            ("attention_bias", p.attention_bias, False), ("mlp_bias", p.mlp_bias, False)):
+            ("attention_bias", bool(p.config.get("attention_bias")), False),
+            ("mlp_bias", bool(p.config.get("mlp_bias")), False)):
         if found != expected:
             raise ExportError(f"a .bin cannot hold {name} {found}, only {expected}: export to "
                               ".gguf instead")
@@ -1115,9 +1473,6 @@ def run_gguf(a):
     if a.checkpoint and not stops:      # llama2.c's models end a story with the BOS of the next
         stops = [v.ids[role] for role in ("eos", "bos") if role in v.ids]
     finish_vocab(v, a.hf, model and params.vocab_size, stops)
-    if model and 0 < params.window < params.max_seq_len:
-        log.note(f"GGUF has no place for the sliding window: texts over {params.window} tokens "
-                 "will get full attention")
     with whole_file(a.out) as part:
         write_gguf(part, model, params, v, a)
     return [a.out]

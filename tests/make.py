@@ -3,7 +3,7 @@
 
     python tests/make.py [PART ...] [--check] [--llama2c DIR] [--llamacpp DIR] [--story FILE] [--spm FILE]
 
-Parts, all of them by default: models quants kquant bins blocks bpe tokens templates parity smollm2
+Parts, all of them by default: models families quants kquant bins blocks bpe tokens templates parity smollm2
 --check      test what is there instead of writing: a float64 forward pass over each exported file,
              written independently of the program, must give the reference; the text files must come
              out the same again (kinds that need a missing folder are skipped, said so)
@@ -50,6 +50,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 import gguf
 from gguf.quants import dequantize, quantize
+from families import (FAMILIES, exact_angles, forward64, gguf_weights, random_model, read_ref, run_reference, save_checkpoint,
+                      some_ids, torch_one_thread, write_ref)
 np.seterr(all="ignore")
 T = gguf.GGMLQuantizationType
 problems = []
@@ -87,13 +89,6 @@ def export(out, *options):
 # ------------------------------------------------------------------------------------------------
 # Tiny checkpoints in Hugging Face form
 
-def torch_one_thread():
-    import torch
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    return torch
-
-
 def llama(seed, config):
     """A LlamaForCausalLM with random weights of unit gain: attention mixes, logits spread over a few nats."""
     torch = torch_one_thread()
@@ -120,81 +115,7 @@ def llama(seed, config):
     return model
 
 
-def run_reference(model, ids):
-    """Logits [N][V] and the residual stream behind every layer [L][N][E], float32."""
-    torch = torch_one_thread()
-    kept = []
-    hooks = [layer.register_forward_hook(
-        lambda _m, _i, out: kept.append((out[0] if isinstance(out, tuple) else out)[0].clone()))
-        for layer in model.model.layers]
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-    for hook in hooks:
-        hook.remove()
-    return logits.float().numpy(), np.stack([k.float().numpy() for k in kept])
-
-
-def write_ref(name, ids, logits, hidden, rows):
-    n, v = logits.shape
-    with open(HERE / (name + ".ref"), "wb") as f:
-        f.write(f"runc-ref {n} {v} {hidden.shape[2]} {len(hidden)} {len(rows)}\n".encode())
-        f.write((" ".join(map(str, ids)) + "\n").encode())
-        f.write((" ".join(map(str, rows)) + "\n").encode())
-        f.write(np.ascontiguousarray(logits, "<f4").tobytes())
-        f.write(np.ascontiguousarray(hidden[:, rows], "<f4").tobytes())
-
-
-def read_ref(name):
-    raw = (HERE / (name + ".ref")).read_bytes()
-    head, ids, rows, rest = raw.split(b"\n", 3)
-    n, v, e, l, r = map(int, head.split()[1:])
-    numbers = np.frombuffer(rest, "<f4")
-    assert head.startswith(b"runc-ref ") and len(numbers) == n * v + l * r * e, name
-    return (list(map(int, ids.split())), list(map(int, rows.split())),
-            numbers[:n * v].reshape(n, v), numbers[n * v:].reshape(l, r, e))
-
-
-def some_ids(seed, n, vocabulary):
-    """Random ids with repeated stretches, so that attention has something to find."""
-    rng = np.random.default_rng(seed + 1000)
-    ids = [1]
-    while len(ids) < n:
-        if len(ids) > 8 and rng.random() < 0.25:
-            start = int(rng.integers(0, len(ids) - 4))
-            ids += ids[start:start + int(rng.integers(2, 6))]
-        else:
-            ids.append(int(rng.integers(0, vocabulary)))
-    return ids[:n]
-
-
-def tiny_bpe(folder, size):
-    """A byte-level BPE tokenizer.json with exactly `size` entries: a few letters, the rest merges."""
-    from tokenizers import Tokenizer, AddedToken, models, pre_tokenizers, decoders
-    letters = [c for c in "Ġetaoinshrdlucmfwypvbgk.,'"][:min(26, size - 3)]
-    vocabulary = {t: i for i, t in enumerate(["<unk>", "<s>", "</s>"] + letters)}
-    merges = []
-    pairs = [("Ġ", "t"), ("h", "e"), ("Ġ", "a"), ("i", "n"), ("Ġt", "he"), ("a", "n"), ("e", "r"), ("Ġ", "s"),
-             ("o", "n"), ("r", "e"), ("Ġ", "w"), ("n", "d"), ("a", "t"), ("o", "u"), ("Ġa", "nd"), ("i", "s"),
-             ("i", "t"), ("e", "d"), ("in", "g"), ("Ġ", "b"), ("Ġ", "f"), ("e", "n"), ("o", "r"), ("Ġ", "c"),
-             ("e", "s"), ("Ġt", "o"), ("a", "s"), ("l", "l"), ("Ġ", "m"), ("Ġ", "d"), ("o", "f"), ("Ġ", "h"),
-             ("l", "e"), ("Ġ", "p"), ("a", "r"), ("Ġw", "as"), ("i", "c"), ("s", "t")]
-    for left, right in pairs:
-        if len(vocabulary) == size:
-            break
-        vocabulary[left + right] = len(vocabulary)
-        merges.append((left, right))
-    assert len(vocabulary) == size, (len(vocabulary), size)
-    tok = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tok.decoder = decoders.ByteLevel()
-    tok.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>", "</s>")])
-    assert tok.get_vocab_size() == size
-    tok.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}')
-
-
-def tiny_spm(folder):
+def tiny_spm(folder, _size=None):
     """A SentencePiece BPE model with byte pieces, built by hand; returns its size."""
     model = spm_model([("<unk>", 0, 2), ("<s>", 0, 3), ("</s>", 0, 3)]
                       + [(f"<0x{b:02X}>", 0, 6) for b in range(256)]
@@ -222,25 +143,6 @@ def spm_model(pieces):
         p = model.pieces.add()
         p.piece, p.score, p.type = piece, score, kind
     return model
-
-
-def save_checkpoint(model, folder, tokenizer="bpe", old_spelling=False):
-    import json
-    folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
-    if tokenizer == "bpe":
-        tiny_bpe(folder, model.config.vocab_size)
-    else:
-        tiny_spm(folder)
-    if old_spelling:  # config.json as transformers 4 wrote it
-        path = folder / "config.json"
-        config = json.loads(path.read_text())
-        rope = config.pop("rope_parameters")
-        config["rope_theta"] = rope.pop("rope_theta")
-        kind = rope.pop("rope_type")
-        config["rope_scaling"] = {"type": kind, **rope} if kind != "default" else None
-        path.write_text(json.dumps(config, indent=1))
-    return folder
 
 
 def shape(vocab, dim, heads, kv, hidden, layers=2, head=None, **more):
@@ -277,9 +179,24 @@ def make_models(temp):
             ids = some_ids(seed, n, config["vocab_size"])
             folder = save_checkpoint(model, temp / name, old_spelling=name == "linear")
             export(HERE / (name + ".gguf"), "--hf", folder, "--type", "f32")
-            write_ref(name, ids, *run_reference(model, ids), rows)
+            exact_angles(model)
+            write_ref(HERE / (name + ".ref"), ids, *run_reference(model, ids), rows)
             say(f"  {name}: {(HERE / (name + '.gguf')).stat().st_size} + {(HERE / (name + '.ref')).stat().st_size} bytes")
-        compare(name, HERE / (name + ".gguf"), 3e-4 if n > 1000 else 1e-4)
+        compare(name, HERE / (name + ".gguf"), 1e-4)
+
+
+def make_families(temp):
+    """One checkpoint of each family: config, safetensors and tokenizer as published, through export.py."""
+    for name, (_, seed, n, rows, _, config) in FAMILIES.items():
+        if not ARGS.check:
+            model = random_model(name)
+            exact_angles(model)
+            ids = some_ids(seed, n, config["vocab_size"])
+            folder = save_checkpoint(model, temp / name, mxfp4="mxfp4" in name)
+            export(HERE / (name + ".gguf"), "--hf", folder, "--type", "f16")
+            write_ref(HERE / (name + ".ref"), ids, *run_reference(model, ids), rows)
+            say(f"  {name}: {(HERE / (name + '.gguf')).stat().st_size} + {(HERE / (name + '.ref')).stat().st_size} bytes")
+        compare(name, HERE / (name + ".gguf"), 1e-4)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -307,17 +224,6 @@ def rewrite(source, target, change, file_type=None):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def gguf_weights(path):
-    """Fields and float32 tensors ([out][in]) of a GGUF."""
-    reader = gguf.GGUFReader(path)
-    fields = {k: f.contents() for k, f in reader.fields.items()}
-    tensors = {}
-    for t in reader.tensors:
-        dims = [int(d) for d in t.shape][::-1]
-        tensors[t.name] = np.asarray(dequantize(np.array(t.data), t.tensor_type), np.float32).reshape(dims)
-    return fields, tensors
 
 
 NAMES = {"attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -356,7 +262,7 @@ def hf_model(config, tensors, heads, kv_heads):
 def reference_of_file(name, config, ids, rows):
     _, tensors = gguf_weights(HERE / (name + ".gguf"))
     model = hf_model(config, tensors, config["num_attention_heads"], config["num_key_value_heads"])
-    write_ref(name, ids, *run_reference(model, ids), rows)
+    write_ref(HERE / (name + ".ref"), ids, *run_reference(model, ids), rows)
     say(f"  {name}: {(HERE / (name + '.gguf')).stat().st_size} + {(HERE / (name + '.ref')).stat().st_size} bytes")
 
 
@@ -549,7 +455,7 @@ def make_bins(temp):
                     "num_key_value_heads", "tie_word_embeddings", "max_position_embeddings"):
             assert found[key] == config[key], f"{name}: {key} is {found[key]}, expected {config[key]}"
         model = hf_model(config, tensors, config["num_attention_heads"], config["num_key_value_heads"])
-        write_ref(name, ids, *run_reference(model, ids), rows)
+        write_ref(HERE / (name + ".ref"), ids, *run_reference(model, ids), rows)
         say(f"  {name}: {(HERE / (name + '.bin')).stat().st_size} + {(HERE / (name + '.ref')).stat().st_size} bytes")
 
     vocab = tiny_spm(temp)
@@ -559,14 +465,14 @@ def make_bins(temp):
         ids = some_ids(seed, n, vocab)
         if not ARGS.check:
             model = llama(seed, config)
-            folder = save_checkpoint(model, temp / f"bin{shared:d}", tokenizer="spm")
+            folder = save_checkpoint(model, temp / f"bin{shared:d}", tokenizer=tiny_spm)
         for version in (0, 1, 2):
             name = f"bin-v{version}" + ("" if shared else "-sep")
             out = HERE / (name + ".bin")
             if not ARGS.check:
                 export(out, "--hf", folder, "--version", version)
                 if version < 2:  # the reference is the checkpoint itself, not the file
-                    write_ref(name, ids, *run_reference(model, ids), rows)
+                    write_ref(HERE / (name + ".ref"), ids, *run_reference(model, ids), rows)
                     say(f"  {name}: {out.stat().st_size} + {(HERE / (name + '.ref')).stat().st_size} bytes")
                 else:
                     finish(name, config, ids, rows)
@@ -584,7 +490,7 @@ def make_bins(temp):
     config = shape(vocab, 64, 8, 4, 172, tie_word_embeddings=True, max_position_embeddings=64)
     if not ARGS.check:
         model = llama(seed, config)
-        folder = save_checkpoint(model, temp / "cross", tokenizer="spm")
+        folder = save_checkpoint(model, temp / "cross", tokenizer=tiny_spm)
         export(temp / "cross.bin", "--hf", folder, "--version", 0)
         write_bin_v2(HERE / "bin-v2-cross.bin", config, read_bin(temp / "cross.bin")[1], 64)
         write_tokenizer_bin(HERE / "bin-v2-cross.tokenizer.bin", folder / "tokenizer.model")
@@ -592,66 +498,20 @@ def make_bins(temp):
     compare("bin-v2-cross", HERE / "bin-v2-cross.bin", 1e-4)
 
 
-# ------------------------------------------------------------------------------------------------
-# The independent pass: float64, adjacent rotary pairs, straight from the file
-
-def forward64(config, tensors, ids):
-    x = tensors["token_embd.weight"].astype(np.float64)[ids]
-    n, heads, kv, eps, d = len(ids), config["heads"], config["kv"], config["eps"], config["head"]
-    norm = lambda v, w: v / np.sqrt((v * v).mean(-1, keepdims=True) + eps) * w
-    part = lambda layer, name, v: (v @ tensors[f"blk.{layer}.{name}.weight"].astype(np.float64).T
-                                   + tensors.get(f"blk.{layer}.{name}.bias", np.float64(0)))
-    angle = np.arange(n)[:, None] * config["base"] ** (-2 * np.arange(d // 2) / d) / config["factor"]
-    if "rope_freqs.weight" in tensors:
-        angle = angle / tensors["rope_freqs.weight"].astype(np.float64)
-    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
-
-    def turn(v):
-        a, b = v[..., 0::2], v[..., 1::2]
-        out = np.empty_like(v)
-        out[..., 0::2], out[..., 1::2] = a * cos - b * sin, a * sin + b * cos
-        return out
-
-    kept = []
-    for layer in range(config["layers"]):
-        h = norm(x, tensors[f"blk.{layer}.attn_norm.weight"])
-        q = turn(part(layer, "attn_q", h).reshape(n, heads, d))
-        k = turn(part(layer, "attn_k", h).reshape(n, kv, d))
-        v = part(layer, "attn_v", h).reshape(n, kv, d)
-        out = np.empty((n, heads, d))
-        for i in range(heads):
-            j = i // (heads // kv)
-            s = q[:, i] @ k[:, j].T / np.sqrt(d)
-            s[np.triu_indices(n, 1)] = -np.inf
-            p = np.exp(s - s.max(1, keepdims=True))
-            out[:, i] = p @ v[:, j] / p.sum(1, keepdims=True)
-        x = x + part(layer, "attn_output", out.reshape(n, heads * d))
-        h = norm(x, tensors[f"blk.{layer}.ffn_norm.weight"])
-        gate = part(layer, "ffn_gate", h)
-        x = x + part(layer, "ffn_down", gate / (1 + np.exp(-gate)) * part(layer, "ffn_up", h))
-        kept.append(x)
-    head = tensors.get("output.weight", tensors["token_embd.weight"]).astype(np.float64)
-    return norm(x, tensors["output_norm.weight"]) @ head.T, np.stack(kept)
-
-
 def compare(name, path, tolerance):
     """The file through forward64 against its .ref: the largest differences."""
     if not path.exists() or not (HERE / (name + ".ref")).exists():
         return check(False, f"{name}: missing")
     if path.suffix == ".gguf":
-        f, tensors = gguf_weights(path)
-        a = f["general.architecture"]
-        heads = f[f"{a}.attention.head_count"]
-        config = dict(layers=f[f"{a}.block_count"], heads=heads, kv=f.get(f"{a}.attention.head_count_kv", heads),
-                      eps=f[f"{a}.attention.layer_norm_rms_epsilon"], base=f.get(f"{a}.rope.freq_base", 10000.0),
-                      head=f.get(f"{a}.attention.key_length", f[f"{a}.embedding_length"] // heads),
-                      factor=f.get(f"{a}.rope.scaling.factor", 1.0))
+        fields, tensors = gguf_weights(path)
     else:
         c, tensors = read_bin(path)
-        config = dict(layers=c["num_hidden_layers"], heads=c["num_attention_heads"], kv=c["num_key_value_heads"],
-                      eps=1e-5, base=10000.0, head=c["hidden_size"] // c["num_attention_heads"], factor=1.0)
-    ids, rows, logits, hidden = read_ref(name)
-    mine, kept = forward64(config, tensors, ids)
+        fields = {"general.architecture": "llama", "llama.block_count": c["num_hidden_layers"],
+                  "llama.embedding_length": c["hidden_size"], "llama.attention.head_count": c["num_attention_heads"],
+                  "llama.attention.head_count_kv": c["num_key_value_heads"],
+                  "llama.attention.layer_norm_rms_epsilon": 1e-5}
+    ids, rows, logits, hidden = read_ref(HERE / (name + ".ref"))
+    mine, kept = forward64(fields, tensors, ids)
     if mine.shape != logits.shape:
         return check(False, f"{name}: logits {mine.shape}, reference {logits.shape}")
     e = np.abs(mine - logits)
@@ -1030,7 +890,7 @@ def make_smollm2(_temp):
     write_text("smollm2.ref.txt", write_reference(path))
 
 
-PARTS = dict(models=make_models, quants=make_quants, kquant=make_kquant, bins=make_bins, blocks=make_blocks, bpe=make_bpe,
+PARTS = dict(models=make_models, families=make_families, quants=make_quants, kquant=make_kquant, bins=make_bins, blocks=make_blocks, bpe=make_bpe,
              tokens=make_tokens, templates=make_templates, parity=make_parity, smollm2=make_smollm2)
 
 
