@@ -120,11 +120,13 @@ static bool is_control(const char *p) { // of one character: could it steer a te
     return c < 32 || c == 127 || (c == 0xC2 && (uint8_t)p[1] < 0xA0);
 }
 
-// Error and warning lines. What is no printable text in them came from a file or a user: shown as
-// '?'.
-static void say_line(const char *kind, const char *format, va_list args) {
+// A line on stderr. What is no printable text in it came from a file or a user: shown as '?'.
+__attribute__((format(printf, 2, 3))) static void say(const char *kind, const char *format, ...) {
     char line[1024];
+    va_list args;
+    va_start(args, format);
     vsnprintf(line, sizeof line, format, args);
+    va_end(args);
     fflush(stdout);
     fputs(kind, stderr);
     for (size_t at = 0, n = strlen(line); at < n;) {
@@ -136,23 +138,9 @@ static void say_line(const char *kind, const char *format, va_list args) {
     fputc('\n', stderr);
 }
 
-__attribute__((format(printf, 1, 2))) static void warn_line(const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    say_line("warning: ", format, args);
-    va_end(args);
-}
-
-// The end for a user's or a file's fault; the message says what, where, the value found and
-// expected.
-_Noreturn __attribute__((format(printf, 1, 2))) static void die(const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    say_line("error: ", format, args);
-    va_end(args);
-    exit(1);
-}
-
+// The end for a user's or a file's fault: what, where, the value found, the value expected.
+#define die(...) (say("error: ", __VA_ARGS__), exit(1))
+#define warn_line(...) say("warning: ", __VA_ARGS__)
 static void *xalloc(size_t count, size_t size) { // zeroed; never NULL
     if (size && count > PTRDIFF_MAX / size) die("out of memory: %zu times %zu bytes", count, size);
     void *p = calloc(count ? count : 1, size ? size : 1);
@@ -2364,6 +2352,7 @@ typedef struct {
 
 struct Gguf {
     Reader *r;
+    Span arch;                          // general.architecture
     int n_keys, n_tensors;
     Span *keys, *names;
     GgufValue *values;
@@ -2410,15 +2399,24 @@ static void gguf_pairs(Gguf *g, uint64_t n) {
     }
 }
 
-static const GgufValue *gguf_find(const Gguf *g, const char *key) {
+// Names of keys that begin with a dot stand behind the name of the architecture.
+static const char *gguf_key(char full[static 160], const Gguf *g, const char *key) {
+    snprintf(full, 160, "%.*s%s", *key == '.' ? (int)MIN(g->arch.n, 100) : 0, g->arch.p, key);
+    return full;
+}
+
+#define FULL(key) gguf_key((char[160]){0}, g, key)
+
+static const GgufValue *gguf_find(const Gguf *g, const char *name) {
+    const char *key = FULL(name);
     int64_t i = map_find(&g->key_map, g->keys, (Span){key, strlen(key)});
     return i < 0 ? NULL : &g->values[i];
 }
 
 _Noreturn static void gguf_wrong(const Gguf *g, const char *key, const char *expected) {
     const GgufValue *v = gguf_find(g, key);
-    rd_die(g->r, v->at, "key %s (%s%u): expected %s", key, v->array ? "array of type " : "type ",
-           v->type, expected);
+    rd_die(g->r, v->at, "key %s (%s%u): expected %s", FULL(key),
+           v->array ? "array of type " : "type ", v->type, expected);
 }
 
 // Element i of an integer value of any width; false if the type is not a whole number.
@@ -2449,8 +2447,8 @@ static int64_t gguf_layer_int(const Gguf *g, const char *key, int layer, int64_t
     if ((v->array && layer < 0) || !gguf_element(g, v, v->array ? (uint64_t)layer : 0, &n))
         gguf_wrong(g, key, "a whole number");
     if (n < low || n > high)
-        rd_die(g->r, v->at, "key %s is %" PRId64 ", expected %" PRId64 " to %" PRId64, key, n, low,
-               high);
+        rd_die(g->r, v->at, "key %s is %" PRId64 ", expected %" PRId64 " to %" PRId64, FULL(key), n,
+               low, high);
     return n;
 }
 
@@ -2460,7 +2458,7 @@ static int64_t gguf_int(const Gguf *g, const char *key, int64_t low, int64_t hig
 }
 
 static int64_t gguf_need(const Gguf *g, const char *key, int64_t low, int64_t high) {
-    if (!gguf_find(g, key)) die("%s: key %s is missing", g->r->name, key);
+    if (!gguf_find(g, key)) die("%s: key %s is missing", g->r->name, FULL(key));
     return gguf_int(g, key, low, high, 0);
 }
 
@@ -2473,7 +2471,7 @@ static double gguf_positive(const Gguf *g, const char *key, double missing) {
     if (v->type == GGUF_F32) x = (double)f32_at(g->r->base + v->at);
     else memcpy(&x, g->r->base + v->at, 8);
     if (!(x >= 0 && x < 1e30))
-        rd_die(g->r, v->at, "key %s is %g, expected a number above 0", key, x);
+        rd_die(g->r, v->at, "key %s is %g, expected a number above 0", FULL(key), x);
     return x > 0 ? x : missing;
 }
 
@@ -2578,6 +2576,7 @@ static Gguf *gguf_read(Reader *r) {
         rd_die(r, 4, "GGUF version %u, expected 2 or 3", version);
     rd_check(r);
     gguf_pairs(g, n_keys);
+    g->arch = gguf_string(g, "general.architecture");
     g->alignment = (uint64_t)gguf_int(g, "general.alignment", 1, 1 << 20, 32);
     if (g->alignment & (g->alignment - 1)) gguf_wrong(g, "general.alignment", "a power of two");
     gguf_tensors(g, n_tensors);
@@ -2587,8 +2586,8 @@ static Gguf *gguf_read(Reader *r) {
 // A large model may lie in several files, NAME-00001-of-00003.gguf and so on. The keys of the first
 // one count; its table takes in the tensors of the others.
 static void gguf_join(Gguf *g) {
-    int count = (int)gguf_int(g, "split.count", 0, 99999, 0);
-    int no = (int)gguf_int(g, "split.no", 0, 99999, 0);
+    int count = gguf_int(g, "split.count", 0, 99999, 0);
+    int no = gguf_int(g, "split.no", 0, 99999, 0);
     if (count < 2) return;
     const char *name = g->r->name;
     char end[32];
@@ -2658,38 +2657,29 @@ static float *gguf_vector(const Gguf *g, const char *name, int64_t n) { // NULL 
     return gguf_tensor(g, name, 1, n, &t) ? vector_copy(&t) : NULL;
 }
 
-static const char *arch_key(char key[static 160], const Gguf *g, const char *name) {
-    Span arch = gguf_string(g, "general.architecture");
-    snprintf(key, 160, "%.*s.%s", SHOWN(arch), name);
-    return key;
-}
-#define KEY(name) arch_key((char[160]){0}, g, name)
-
 static void gguf_config(Model *m, const Gguf *g) {
     Config *c = &m->config;
-    c->dim = (int)gguf_need(g, KEY("embedding_length"), 1, MAX_DIM);
-    c->n_layers = (int)gguf_need(g, KEY("block_count"), 1, INT_MAX);
-    c->seq_len = (int)MIN(gguf_need(g, KEY("context_length"), 1, INT64_MAX), MAX_POSITIONS);
-    c->norm_eps = (float)gguf_positive(g, KEY("attention.layer_norm_rms_epsilon"), 1e-5);
-    c->n_heads = (int)gguf_layer_int(g, KEY("attention.head_count"), 0, 1, c->dim, 0);
-    if (!c->n_heads) gguf_need(g, KEY("attention.head_count"), 1, c->dim);
-    c->n_kv_heads =
-        (int)gguf_layer_int(g, KEY("attention.head_count_kv"), 0, 1, c->n_heads, c->n_heads);
-    if (!gguf_find(g, KEY("attention.key_length")) && c->dim % c->n_heads)
+    c->dim = gguf_need(g, ".embedding_length", 1, MAX_DIM);
+    c->n_layers = gguf_need(g, ".block_count", 1, INT_MAX);
+    c->seq_len = (int)MIN(gguf_need(g, ".context_length", 1, INT64_MAX), MAX_POSITIONS);
+    c->norm_eps = gguf_positive(g, ".attention.layer_norm_rms_epsilon", 1e-5);
+    c->n_heads = gguf_layer_int(g, ".attention.head_count", 0, 1, c->dim, 0);
+    if (!c->n_heads) gguf_need(g, ".attention.head_count", 1, c->dim);
+    c->n_kv_heads = gguf_layer_int(g, ".attention.head_count_kv", 0, 1, c->n_heads, c->n_heads);
+    if (!gguf_find(g, ".attention.key_length") && c->dim % c->n_heads)
         die("%s: %d heads do not divide a width of %d", g->r->name, c->n_heads, c->dim);
-    c->head_size = (int)gguf_int(g, KEY("attention.key_length"), 1, 1 << 14, c->dim / c->n_heads);
-    gguf_int(g, KEY("attention.value_length"), c->head_size, c->head_size, 0); // the same here
-    c->n_experts = (int)gguf_int(g, KEY("expert_count"), 0, MAX_EXPERTS, 0);
-    c->hidden_dim = (int)gguf_layer_int(g, KEY("feed_forward_length"), 0, 1, MAX_DIM, 0);
-    if (!c->hidden_dim && !c->n_experts) gguf_need(g, KEY("feed_forward_length"), 1, MAX_DIM);
+    c->head_size = gguf_int(g, ".attention.key_length", 1, 1 << 14, c->dim / c->n_heads);
+    gguf_int(g, ".attention.value_length", c->head_size, c->head_size, 0); // the same here
+    c->n_experts = gguf_int(g, ".expert_count", 0, MAX_EXPERTS, 0);
+    c->hidden_dim = gguf_layer_int(g, ".feed_forward_length", 0, 1, MAX_DIM, 0);
+    if (!c->hidden_dim && !c->n_experts) gguf_need(g, ".feed_forward_length", 1, MAX_DIM);
     if (c->n_experts) {
-        c->n_used = (int)gguf_need(g, KEY("expert_used_count"), 1, c->n_experts);
-        c->expert_dim =
-            (int)gguf_int(g, KEY("expert_feed_forward_length"), 1, MAX_DIM, c->hidden_dim);
+        c->n_used = gguf_need(g, ".expert_used_count", 1, c->n_experts);
+        c->expert_dim = gguf_int(g, ".expert_feed_forward_length", 1, MAX_DIM, c->hidden_dim);
         if (c->arch->flags & SHARED)
-            c->shared_dim = (int)gguf_int(g, KEY("expert_shared_feed_forward_length"), 1, MAX_DIM,
-                                          c->hidden_dim);
-        int sum_1 = gguf_bool(g, KEY("expert_weights_norm"));
+            c->shared_dim =
+                gguf_int(g, ".expert_shared_feed_forward_length", 1, MAX_DIM, c->hidden_dim);
+        int sum_1 = gguf_bool(g, ".expert_weights_norm");
         c->weights_sum_1 = sum_1 >= 0 ? sum_1 : (c->arch->flags & WEIGHTS_SUM_1) != 0;
     }
 }
@@ -2699,14 +2689,13 @@ static void gguf_knobs(Model *m, const Gguf *g) {
     Config *c = &m->config;
     const Arch *a = c->arch;
     double embed = a->flags & EMBED_SCALED ? sqrt((double)c->dim) : 1;
-    c->embed_scale = (float)gguf_positive(g, KEY("embedding_scale"), embed);
-    c->residual_scale = (float)gguf_positive(g, KEY("residual_scale"), 1);
-    c->logit_divisor = (float)gguf_positive(g, KEY("logit_scale"), 1);
-    c->score_cap = (float)gguf_positive(g, KEY("attn_logit_softcapping"), (double)a->score_cap);
-    c->logit_cap = (float)gguf_positive(g, KEY("final_logit_softcapping"), (double)a->logit_cap);
-    c->heat = (float)gguf_positive(g, KEY("attention.temperature_scale"), 0);
-    c->heat_len = (int)gguf_int(g, KEY("rope.scaling.original_context_length"), 1, INT_MAX,
-                                c->seq_len);
+    c->embed_scale = gguf_positive(g, ".embedding_scale", embed);
+    c->residual_scale = gguf_positive(g, ".residual_scale", 1);
+    c->logit_divisor = gguf_positive(g, ".logit_scale", 1);
+    c->score_cap = gguf_positive(g, ".attn_logit_softcapping", (double)a->score_cap);
+    c->logit_cap = gguf_positive(g, ".final_logit_softcapping", (double)a->logit_cap);
+    c->heat = gguf_positive(g, ".attention.temperature_scale", 0);
+    c->heat_len = gguf_int(g, ".rope.scaling.original_context_length", 1, INT_MAX, c->seq_len);
 }
 
 // Heads, width, window and rope of layer i.
@@ -2714,26 +2703,23 @@ static void gguf_layer(Model *m, const Gguf *g, int i) {
     const Config *c = &m->config;
     const Arch *a = c->arch;
     Layer *l = &m->layers[i];
-    l->n_heads = (int)gguf_layer_int(g, KEY("attention.head_count"), i, 1, c->dim, 0);
-    l->n_kv_heads = (int)gguf_layer_int(g, KEY("attention.head_count_kv"), i, 1, l->n_heads,
-                                        l->n_heads);
+    l->n_heads = gguf_layer_int(g, ".attention.head_count", i, 1, c->dim, 0);
+    l->n_kv_heads = gguf_layer_int(g, ".attention.head_count_kv", i, 1, l->n_heads, l->n_heads);
     if (l->n_heads % l->n_kv_heads || (int64_t)l->n_heads * l->head_size > MAX_DIM)
         die("%s: layer %d: %d heads of %d, %d for keys, expected a divisor and at most %d in all",
             g->r->name, i, l->n_heads, l->head_size, l->n_kv_heads, MAX_DIM);
-    if (!l->n_experts)
-        l->hidden_dim = (int)gguf_layer_int(g, KEY("feed_forward_length"), i, 1, MAX_DIM, 0);
+    if (!l->n_experts) l->hidden_dim = gguf_layer_int(g, ".feed_forward_length", i, 1, MAX_DIM, 0);
     bool own = a->layers_own_scale == c->n_layers; // Gemma's 27B models
     double size = own ? (double)c->dim / l->n_heads : (double)l->head_size;
-    l->score_scale = (float)gguf_positive(g, KEY("attention.scale"), 1 / sqrt(size));
+    l->score_scale = gguf_positive(g, ".attention.scale", 1 / sqrt(size));
 
-    const GgufValue *pattern = gguf_find(g, KEY("attention.sliding_window_pattern"));
+    const GgufValue *pattern = gguf_find(g, ".attention.sliding_window_pattern");
     bool list = pattern && pattern->array;
-    int64_t period = list ? 0 : gguf_int(g, KEY("attention.sliding_window_pattern"), 1, INT_MAX,
-                                         a->period);
-    bool slides = list ? gguf_layer_int(g, KEY("attention.sliding_window_pattern"), i, 0, 1, 0)
+    int64_t period = list ? 0
+                          : gguf_int(g, ".attention.sliding_window_pattern", 1, INT_MAX, a->period);
+    bool slides = list ? gguf_layer_int(g, ".attention.sliding_window_pattern", i, 0, 1, 0)
                        : !period || i % period < period - 1;
-    if (slides)
-        l->window = (int)gguf_int(g, KEY("attention.sliding_window"), 0, INT_MAX, a->window);
+    if (slides) l->window = gguf_int(g, ".attention.sliding_window", 0, INT_MAX, a->window);
     l->rope = l->window && a->flags & WINDOW_ROPE ? ROPE_WINDOW : ROPE_FULL;
     if (a->no_rope && (i + 1) % a->no_rope == 0) l->rope = -1;
 }
@@ -2741,10 +2727,10 @@ static void gguf_layer(Model *m, const Gguf *g, int i) {
 // YaRN: slow pairs turn `factor` times slower, fast ones as ever, those between in between.
 static void rope_yarn(Rope *r, const Gguf *g, double base, double factor, int original,
                       bool exact) {
-    double fast = gguf_positive(g, KEY("rope.scaling.yarn_beta_fast"), 32), ends[2], grow;
-    double slow = gguf_positive(g, KEY("rope.scaling.yarn_beta_slow"), 1);
-    double turn = gguf_positive(g, KEY("rope.scaling.yarn_log_multiplier"), 0);
-    for (int i = 0; i < 2; i++)         // the pair that turns so often in the original context
+    double fast = gguf_positive(g, ".rope.scaling.yarn_beta_fast", 32), ends[2], grow;
+    double slow = gguf_positive(g, ".rope.scaling.yarn_beta_slow", 1);
+    double turn = gguf_positive(g, ".rope.scaling.yarn_log_multiplier", 0);
+    for (int i = 0; i < 2; i++) // the pair that turns so often in the original context
         ends[i] = r->n_rot * log(original / (2 * acos(-1) * (i ? slow : fast))) / (2 * log(base));
     double low = MAX(0, exact ? ends[0] : floor(ends[0]));
     double high = MIN(r->n_rot - 1, exact ? ends[1] : ceil(ends[1]));
@@ -2754,7 +2740,7 @@ static void rope_yarn(Rope *r, const Gguf *g, double base, double factor, int or
     }
     grow = 0.1 * log(factor);
     grow = factor > 1 ? (grow + 1) / (turn * grow + 1) : 1;
-    r->scale = (float)gguf_positive(g, KEY("rope.scaling.yarn_attn_factor"), grow);
+    r->scale = gguf_positive(g, ".rope.scaling.yarn_attn_factor", grow);
 }
 
 // Divisors of the angles, one a pair, or NULL.
@@ -2770,24 +2756,23 @@ static float *rope_divisors(const Gguf *g, const char *name, const Rope *r) {
 static void gguf_ropes(Model *m, const Gguf *g) {
     Config *c = &m->config;
     Rope *r = &c->rope[ROPE_FULL];
-    int n_rot = (int)gguf_int(g, KEY("rope.dimension_count"), 2, c->head_size, c->head_size);
+    int n_rot = gguf_int(g, ".rope.dimension_count", 2, c->head_size, c->head_size);
     if (n_rot % 2) die("%s: heads of %d (rope %d), expected even", g->r->name, c->head_size, n_rot);
     double base =
-        gguf_positive(g, KEY("rope.freq_base"), c->arch->base ? (double)c->arch->base : 10000);
-    double factor = gguf_positive(g, KEY("rope.scale_linear"), 1); // the old name
-    factor = gguf_positive(g, KEY("rope.scaling.factor"), factor);
-    int original =
-        (int)gguf_int(g, KEY("rope.scaling.original_context_length"), 1, INT_MAX, c->seq_len);
-    Span type = gguf_string(g, KEY("rope.scaling.type"));
+        gguf_positive(g, ".rope.freq_base", c->arch->base ? (double)c->arch->base : 10000);
+    double factor = gguf_positive(g, ".rope.scale_linear", 1); // the old name
+    factor = gguf_positive(g, ".rope.scaling.factor", factor);
+    int original = gguf_int(g, ".rope.scaling.original_context_length", 1, INT_MAX, c->seq_len);
+    Span type = gguf_string(g, ".rope.scaling.type");
     bool yarn = span_is(type, "yarn"), linear = !type.n || span_is(type, "linear");
     if (!yarn && !linear && !span_is(type, "none") && !span_is(type, "longrope"))
-        gguf_wrong(g, KEY("rope.scaling.type"), "none, linear, yarn or longrope");
+        gguf_wrong(g, ".rope.scaling.type", "none, linear, yarn or longrope");
     rope_init(r, n_rot, base, linear ? factor : 1);
     if (yarn) rope_yarn(r, g, base, factor, original, c->arch->flags & YARN_EXACT);
-    r->scale *= (float)gguf_positive(g, KEY("rope.scaling.attn_factor"), 1);
+    r->scale *= gguf_positive(g, ".rope.scaling.attn_factor", 1);
     if (c->arch->flags & WINDOW_ROPE) // Gemma 3's window layers have a base of their own
         rope_init(&c->rope[ROPE_WINDOW], n_rot,
-                  gguf_positive(g, KEY("rope.freq_base_swa"), c->arch->base ? 10000 : base), 1);
+                  gguf_positive(g, ".rope.freq_base_swa", c->arch->base ? 10000 : base), 1);
     // Llama 3.1's scaling comes as divisors; longrope's as two sets, for short and long contexts.
     float *divide = rope_divisors(g, "rope_freqs.weight", r), *stretch = NULL;
     if (!divide) {
@@ -2908,10 +2893,9 @@ static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
     Reader *r = &m->file;
     if (r->size >= 4 && !memcmp(r->base, "GGUF", 4)) {
         const Gguf *g = m->gguf = gguf_read(r);
-        Span arch = gguf_string(g, "general.architecture");
         m->version = r->base[4];
         m->chat_template = gguf_string(g, "tokenizer.chat_template");
-        m->config.arch = arch_find(arch);
+        m->config.arch = arch_find(g->arch);
         Span kind = gguf_string(g, "tokenizer.ggml.model");
         bool known = span_is(kind, "llama") || span_is(kind, "gpt2");
         if (need & NEED_VOCAB || (!need && known)) vocab_from_gguf(&m->vocab, g, &m->warnings);
@@ -2919,7 +2903,7 @@ static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
             if (!m->config.arch) {
                 Str list = {0};
                 for (int i = 0; i < COUNT(archs); i++) str_printf(&list, " %s", archs[i].name);
-                die("%s: architecture `%.*s`, expected one of:%s", r->name, SHOWN(arch), list.p);
+                die("%s: architecture `%.*s`, expected one of:%s", r->name, SHOWN(g->arch), list.p);
             }
             gguf_join(m->gguf);
             if (!g->n_tensors) die("%s: a vocabulary without a model (0 tensors)", r->name);
@@ -5256,8 +5240,7 @@ static void info_gguf(const Gguf *g, Str *out) {
             str_printf(out, " %s %" PRId64, i < COUNT(formats) ? formats[i].name : "unknown",
                        count[i]);
     str_printf(out, "\n");
-    char key[160];
-    #define SIZE(name, missing) info_size(g, arch_key(key, g, name), missing)
+    #define SIZE(name, missing) info_size(g, "." name, missing)
     int64_t width = SIZE("embedding_length", 0), heads = SIZE("attention.head_count", 0);
     if (!width) return;                 // a vocabulary alone
     info_sizes(out, SIZE("block_count", 0), width, SIZE("feed_forward_length", 0), heads,
@@ -5412,13 +5395,7 @@ static void usage(FILE *f) {
     }
 }
 
-_Noreturn __attribute__((format(printf, 1, 2))) static void die_usage(const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    say_line("error: ", format, args);
-    va_end(args);
-    exit(2);
-}
+#define die_usage(...) (say("error: ", __VA_ARGS__), exit(2))
 
 static void opt_set(Options *o, const Opt *opt, const char *value) {
     char *field = (char *)o + opt->at, *end;
