@@ -520,7 +520,7 @@ static void test_kernels(void) {
                     Team team = {.n = 1 + b % 2, .isa = isa};
                     Acts part = x;
                     part.n = batches[b];
-                    for (int i = 0; i < part.n; i++) acts_quantise(isa, &part, i);
+                    for (int i = 0; i < part.n; i++) acts_quantise(isa, &part, i, 0, cols);
                     job.worker[0].team = job.worker[1].team = &team;
                     job.x = &part, job.product = (Product){&t, y, rows, 0, part.n};
                     memset(y, 0xFF, sizeof *y * (size_t)(33 * rows));
