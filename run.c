@@ -12,17 +12,17 @@
  *    1  Ground                  strings, maps, a careful reader, files, Ctrl-C, the team of threads
  *    2  Numbers on disk         weight formats, and all code that knows an instruction set
  *    3  Vectors and matrices    activations, the matrix product
- *    7  Letters                 UTF-8, classes of letters, the splitters of tokenizers
- *    8  Tokens                  vocabularies, encoding, decoding, what may be shown when
  *    4  Anatomy of a model      Config, Layer, Model
  *    5  Opening files           llama2.c's .bin, GGUF
  *    6  One forward pass        cache, attention, feed-forward
+ *    7  Letters                 UTF-8, classes of letters, the splitters of tokenizers
+ *    8  Tokens                  vocabularies, encoding, decoding, what may be shown when
  *    9  Choosing a token        penalty, temperature, top-k, min-p, top-p
  *   10  Sessions                the list of tokens that the cache agrees with
  *   12  Manners                 chat templates
  *   13  Modes                   generate, chat, tokenize, score, bench, info
  *   14  Command line and main
- * (11, guessing ahead, is not written yet; 7 and 8 stand before 4 because a Model holds a Vocab.)
+ * (11, guessing ahead, is not written yet.)
  *
  * Each addition has one place, with its recipe above it: a weight format (QUANTISED in chapter 2),
  * an architecture (archs[]), a part of a layer (parts[]), a splitter (pretok[]), a chat form
@@ -120,11 +120,13 @@ static bool is_control(const char *p) { // of one character: could it steer a te
     return c < 32 || c == 127 || (c == 0xC2 && (uint8_t)p[1] < 0xA0);
 }
 
-// Error and warning lines. What is no printable text in them came from a file or a user: shown as
-// '?'.
-static void say_line(const char *kind, const char *format, va_list args) {
+// A line on stderr. What is no printable text in it came from a file or a user: shown as '?'.
+__attribute__((format(printf, 2, 3))) static void say(const char *kind, const char *format, ...) {
     char line[1024];
+    va_list args;
+    va_start(args, format);
     vsnprintf(line, sizeof line, format, args);
+    va_end(args);
     fflush(stdout);
     fputs(kind, stderr);
     for (size_t at = 0, n = strlen(line); at < n;) {
@@ -136,23 +138,9 @@ static void say_line(const char *kind, const char *format, va_list args) {
     fputc('\n', stderr);
 }
 
-__attribute__((format(printf, 1, 2))) static void warn_line(const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    say_line("warning: ", format, args);
-    va_end(args);
-}
-
-// The end for a user's or a file's fault; the message says what, where, the value found and
-// expected.
-_Noreturn __attribute__((format(printf, 1, 2))) static void die(const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    say_line("error: ", format, args);
-    va_end(args);
-    exit(1);
-}
-
+// The end for a user's or a file's fault: what, where, the value found, the value expected.
+#define die(...) (say("error: ", __VA_ARGS__), exit(1))
+#define warn_line(...) say("warning: ", __VA_ARGS__)
 static void *xalloc(size_t count, size_t size) { // zeroed; never NULL
     if (size && count > PTRDIFF_MAX / size) die("out of memory: %zu times %zu bytes", count, size);
     void *p = calloc(count ? count : 1, size ? size : 1);
@@ -479,6 +467,7 @@ typedef struct {            // y[i * ldy + r] = row r of w times row i of x
     const Tensor *w;
     float *y;
     int64_t ldy;
+    int first, n;           // of these rows of x: row `first` makes y[0 .. ldy)
 } Product;
 
 typedef struct {            // a block of the file, opened: a weight is (u - format->offset) * s + m
@@ -1798,6 +1787,13 @@ static void acts_quantise(int isa, Acts *a, int row) {
     }
 }
 
+static void acts_copy(const Acts *to, int row, const Acts *from, int from_row) {
+    memcpy(to->x + row * to->ldx, from->x + from_row * from->ldx, sizeof(float) * (size_t)to->ldx);
+    memcpy(to->q + row * to->ldq, from->q + from_row * from->ldq, 2 * (size_t)to->ldq);
+    memcpy(to->dx + row * to->ldb, from->dx + from_row * from->ldb, 4 * (size_t)to->ldb);
+    memcpy(to->sum + 2 * row * to->ldb, from->sum + 2 * from_row * from->ldb, 8 * (size_t)to->ldb);
+}
+
 typedef struct {
     Panel panel;
     float part[(PANEL_COLUMNS + 7) * PANEL_ROWS * LANES]; // the last tile may be wider than needed
@@ -1880,15 +1876,1504 @@ static void product_panels(const Worker *w, const Acts *x, const Product *p, lon
 // All threads of the team call it with the same list; all products are one row of tickets.
 static void matmul(Worker *w, const Acts *x, const Product *list, int count) {
     for (;;) {
-        long ticket = team_take(w->team), tickets;
+        long ticket = team_take(w->team), tickets = 0;
+        Acts part;
         int i = 0;
-        for (; i < count && ticket >= (tickets = product_tickets(w, x, list[i].w)); i++)
-            ticket -= tickets;
+        for (; i < count; i++, ticket -= tickets) {
+            part = acts_part(x, list[i].first, list[i].n, 0);
+            if (ticket < (tickets = product_tickets(w, &part, list[i].w))) break;
+        }
         if (i == count) break;
-        if (by_panels(w, x, list[i].w)) product_panels(w, x, &list[i], ticket);
-        else product_dots(w, x, &list[i], ticket);
+        if (by_panels(w, &part, list[i].w)) product_panels(w, &part, &list[i], ticket);
+        else product_dots(w, &part, &list[i], ticket);
     }
     team_wait(w->team);
+}
+/* ------------------------------------------------------------------------------------------------
+ * Chapter 4. Anatomy of a model
+ *
+ * A model is knobs, tensors and rules. The knobs (sizes, epsilon, rope base) are numbers of the
+ * file. The tensors say which parts exist: a missing bias is zero, a missing output matrix means
+ * that the embedding serves for it. What a file cannot say stands in one row of archs[]. A layer
+ * describes itself: its kind, heads, window, rope table and place in the cache are data that the
+ * forward pass looks up, so that layers of one model may differ. Shapes are written (rows,
+ * columns), rows first; a matrix of shape (out, in) maps in numbers to out.
+ */
+enum { // what a row of archs[] may say: which parts its layers must have, ...
+    NORM_BEFORE = 1 << 0,               // attn_norm
+    NORM_FFN = 1 << 1,                  // ffn_norm, named so; else
+    NORM_FFN_MOVED = 1 << 2,            // the same under the name post_attention_norm
+    NORM_AFTER = 1 << 3,                // norms of what a block gives, before it is added
+    NORM_QK = 1 << 4, NORM_QK_WIDE = 1 << 5, // of each head; of all heads as one vector
+    SINKS = 1 << 6,                     // a logit of every head that draws attention to nothing
+    SHARED = 1 << 7,                    // an expert that every token uses, behind a gate
+    // ... and what they do
+    TURN_HALVES = 1 << 8,               // rope turns elements i, i + n/2 together; else 2i, 2i + 1
+    GELU = 1 << 9, CLAMPED = 1 << 10,   // the gate's activation; else SiLU
+    EMBED_SCALED = 1 << 11,             // embeddings are multiplied by sqrt(dim)
+    WEIGHTS_SUM_1 = 1 << 12,            // of the chosen experts; else as the softmax over all says
+    WINDOW_ROPE = 1 << 13,              // layers with a window turn by a table without scaling
+    YARN_EXACT = 1 << 14,               // its ramp ends between elements
+    NORMS = NORM_BEFORE | NORM_FFN,
+};
+
+/* To add an architecture: one row here with what its files leave unsaid; if it brings a mechanism
+ * that no row has yet, one knob in Config or Layer, filled in chapter 5, and one branch in chapter
+ * 6; then a tiny reference model in tests/families.py. (Sources: transformers, llama.cpp.) */
+typedef struct {
+    const char *name;                   // general.architecture of a GGUF
+    int flags;
+    int period;                         // of so many layers the last sees all keys, the others have
+                                        // the window, if the file has one; 0: all have it
+    int no_rope;                        // every so many-th layer has no rope
+    int window;                         // where the file names none
+    float base;                         // of rope, where the file names none; 0: 10,000
+    float score_cap, logit_cap;         // where the file names none: c tanh(x / c); 0: none
+    int layers_own_scale;               // models of so many layers scale scores by dim / n_heads
+} Arch;
+
+static const Arch archs[] = {
+    // Llama 1 to 3.x, TinyLlama, SmolLM2, Mistral, Mixtral; .bin files
+    {.name = "llama", .flags = NORMS | WEIGHTS_SUM_1},
+    {.name = "mistral3", .flags = NORMS}, // Ministral 3, newer Mistral Small
+    {.name = "qwen2", .flags = NORMS | TURN_HALVES},
+    {.name = "qwen2moe", .flags = NORMS | TURN_HALVES | SHARED},
+    {.name = "qwen3", .flags = NORMS | TURN_HALVES | NORM_QK},
+    {.name = "qwen3moe", .flags = NORMS | TURN_HALVES | NORM_QK | WEIGHTS_SUM_1},
+    {.name = "gemma", .flags = NORMS | TURN_HALVES | GELU | EMBED_SCALED},
+    {.name = "gemma2", .flags = NORMS | NORM_AFTER | TURN_HALVES | GELU | EMBED_SCALED,
+     .period = 2, .window = 4096, .score_cap = 50, .logit_cap = 30, .layers_own_scale = 46},
+    {.name = "gemma3",
+     .flags = NORMS | NORM_AFTER | NORM_QK | TURN_HALVES | GELU | EMBED_SCALED | WINDOW_ROPE,
+     .period = 6, .base = 1e6f, .layers_own_scale = 62},
+    {.name = "phi3", .flags = NORMS | TURN_HALVES},
+    {.name = "olmo2", .flags = NORM_AFTER | NORM_QK_WIDE | TURN_HALVES | WINDOW_ROPE,
+     .period = 4},                      // Olmo 3 too
+    {.name = "granite", .flags = NORMS},
+    {.name = "granitemoe", .flags = NORMS | WEIGHTS_SUM_1},
+    {.name = "smollm3", .flags = NORMS, .no_rope = 4},
+    {.name = "gpt-oss",
+     .flags = NORM_BEFORE | NORM_FFN_MOVED | SINKS | TURN_HALVES | CLAMPED | WEIGHTS_SUM_1
+              | YARN_EXACT, .period = 2},
+};
+
+typedef struct { // rotary position table: angle of pair i at p is p * inv_freq[i]
+    int n_rot;                          // how many elements of a head turn; the rest is copied
+    double *inv_freq;                   // (n_rot / 2)
+    double *inv_long;                   // longrope: instead, where the cache holds more than
+    int short_len;                      // so many positions; else NULL
+    float scale;                        // of cosine and sine
+} Rope;
+
+enum { ROPE_FULL, ROPE_WINDOW, N_ROPES }; // tables of a model; n_rot is 0 where one is not used
+
+typedef struct {
+    const Arch *arch;
+    int dim;                            // width of the residual stream
+    int n_layers;
+    int n_heads, n_kv_heads, head_size; // defaults of the layers
+    int hidden_dim;                     // width of the feed-forward part
+    int n_experts, n_used;              // experts of a layer, and of a token; 0: dense
+    int expert_dim, shared_dim;         // their width; that of the shared one
+    bool weights_sum_1;                 // of the chosen experts
+    int seq_len;                        // positions the model was trained for
+    int vocab_size;                     // rows of the embedding; may exceed the tokenizer's entries
+    float norm_eps;
+    float embed_scale, residual_scale;  // of embeddings; of what blocks add to the stream
+    float score_cap, logit_cap;         // c tanh(x / c), 0: none
+    float logit_divisor;
+    float heat;                         // Ministral 3: queries at p are multiplied by
+    int heat_len;                       // 1 + heat * ln(1 + floor(p / heat_len))
+    Rope rope[N_ROPES];
+} Config;
+
+enum { LAYER_ATTENTION }; // kinds; layers with a recurrent state come as further kinds
+
+typedef struct {
+    int kind;
+    int n_heads, n_kv_heads, head_size;
+    int hidden_dim;                     // of w1 .. w2: with experts, the shared one's; 0: none
+    int n_experts, expert_dim;          // 0: dense
+    int window;                         // keys a query sees, itself included; 0: all before it
+    int rope;                           // index of its rope table, -1: none
+    int slot;                           // which part of the cache it writes and reads
+    float score_scale;                  // of query times key
+    float *attn_norm, *ffn_norm;        // (dim) in front of a block; NULL: as it is
+    float *attn_post, *ffn_post;        // (dim) behind it
+    Tensor wq;                          // (n_heads * head_size, dim)
+    Tensor wk, wv;                      // (n_kv_heads * head_size, dim)
+    Tensor wo;                          // (dim, n_heads * head_size)
+    float *q_norm, *k_norm;             // (head_size), or all heads
+    float *sinks;                       // (n_heads)
+    Tensor w1, w3;                      // (hidden_dim, dim): gate_proj and up_proj
+    Tensor w2;                          // (dim, hidden_dim): down_proj
+    float *bq, *bk, *bv, *bo;           // biases of wq ... w2, NULL where there are none
+    float *b1, *b3, *b2;
+    float *shared_gate;                 // (dim) of the shared expert
+    Tensor router;                      // (n_experts, dim)
+    Tensor e1, e3;                      // (n_experts * expert_dim, dim): gate, up of all experts
+    Tensor e2;                          // (n_experts * dim, expert_dim): down
+    float *router_bias, *be1, *be3, *be2;
+} Layer;
+
+typedef struct { int32_t next; uint32_t left; } Merge; // left: bytes of the left part; index = rank
+
+typedef struct {
+    enum { VOCAB_NONE, VOCAB_SPM, VOCAB_BPE } kind;
+    bool bin;                // tokenizer.bin: spaces are spaces, every token prints its text
+    int size;
+    Span *text;              // [size] as in the file
+    uint8_t *type;           // [size] TYPE_
+    float *score;            // [size] SPM only
+    Map index;               // text -> id; of equal texts the first
+    Merge *merge;            // [n_merges] BPE only; the ways to make one token form a list
+    int32_t *merge_of;       // [size] its first element, or -1
+    int byte_id[256];        // SPM: the token "<0xHH>" of a byte, or NO_TOKEN
+    bool glue[256];          // SPM: bytes that stand before a space within some token
+    const struct Pretok *pre; // BPE: how texts are cut into words, chapter 7
+    uint8_t *uni;            // classes of letters, for `pre`
+    uint8_t longest[256];    // special tokens (control, unknown, user-defined) by first byte: bytes
+    bool special_length[256]; // lengths they have; those of 256 bytes and more are never found
+    int bos, eos, unk;       // or NO_TOKEN
+    bool add_bos, add_eos, space_prefix;
+    bool strip_after;        // Phi-3: white space after special tokens is dropped
+    bool *stop;              // [size] ends a reply
+} Vocab;
+
+typedef struct Gguf Gguf;               // keys and tensor table of a GGUF, chapter 5
+
+typedef struct {                        // read-only once opened
+    Reader file;
+    Gguf *gguf;                         // NULL: llama2.c's .bin
+    int version;                        // of the container
+    Config config;
+    Layer *layers;
+    Tensor embedding;                   // (vocab_size, dim)
+    Tensor output;                      // (vocab_size, dim); the embedding again when tied
+    bool tied;
+    float *output_norm;                 // (dim)
+    Vocab vocab;
+    Span chat_template;                 // as the file has it; empty where it has none
+    int64_t weight_bytes;               // what one decoded token reads
+    bool all_f32;                       // no matrix is of a smaller type
+    Str warnings;                       // lines for stderr, printed unless -q
+} Model;
+
+static const Arch *arch_find(Span name) {
+    for (int i = 0; i < COUNT(archs); i++)
+        if (span_is(name, archs[i].name)) return &archs[i];
+    return NULL;
+}
+/* ------------------------------------------------------------------------------------------------
+ * Chapter 5. Opening files
+ *
+ * Nothing in a file is believed. Headers are read through Reader; a count is compared with the
+ * bytes that are left before anything is sized by it; sizes are multiplied only after each factor
+ * was bounded; the shape of every tensor is compared with what the sizes imply before a pointer to
+ * it exists. Weights stay where they are in the mapped file; only the short vectors (norms, biases)
+ * are copied out, as float. Both kinds of file fill the same Model through the same table of parts.
+ *
+ *   .bin v0   7 x i32: dim hidden layers heads kv_heads +-vocab seq_len, then f32 tensors, by kind
+ *   .bin v1   u32 magic, i32 version, the 7 x i32, u8 shared, zeros to 256, f32 tensors
+ *   .bin v2   as v1 with i32 group after shared; norms f32, matrices int8 and a f32 scale a group
+ *   GGUF      "GGUF", u32 version, u64 tensors, u64 pairs
+ *             pairs: string key, u32 type, value      strings: u64 length, bytes
+ *             tensors: string name, u32 n, n x u64 dims (columns first), u32 type, u64 offset
+ *             padding to the alignment, data
+ */
+enum {
+    MAX_DIM = 1 << 20, MAX_LAYERS = 1 << 14, MAX_VOCAB = 1 << 24, MAX_POSITIONS = INT_MAX - 64,
+    MAX_KEYS = 1 << 16, MAX_TENSORS = 1 << 18, MAX_EXPERTS = 1024,
+};
+
+// ---- the parts of a layer, the same in every kind of file
+enum { NO_DIM, DIM, Q_DIM, KV_DIM, HEAD, HEADS, HIDDEN, EXPERTS, EXPERT_DIM, // what a part's sizes
+       ALL_EXPERT_DIM, ALL_DIM };                                            // follow
+
+typedef struct {
+    const char *name;                   // in a GGUF: blk.N.NAME
+    size_t at; // place in Layer: a Tensor, or a float * where rows is NO_DIM
+    int rows, cols;
+    enum { ANY_LAYER, DENSE_LAYER, EXPERT_LAYER } in; // the others do not have it
+    int flags;                          // 0, or architectures without any of these do not have it
+    bool optional;
+    const char *fused;                  // some files hold all parts of this name as one matrix
+} Part;
+
+#define PART_MATRIX(name, field, rows, cols) name, offsetof(Layer, field), rows, cols
+#define PART_VECTOR(name, field, cols) name, offsetof(Layer, field), NO_DIM, cols
+enum { ATTN_NORM, WQ, WK, WV, WO, FFN_NORM, W1, W2, W3 }; // the order of .bin v0
+
+/* To add a part: a field in Layer, a row here, its use in chapter 6. */
+static const Part parts[] = {
+    [ATTN_NORM] = {PART_VECTOR("attn_norm.weight", attn_norm, DIM), .flags = NORM_BEFORE},
+    [WQ] = {PART_MATRIX("attn_q.weight", wq, Q_DIM, DIM), .fused = "attn_qkv.weight"},
+    [WK] = {PART_MATRIX("attn_k.weight", wk, KV_DIM, DIM), .fused = "attn_qkv.weight"},
+    [WV] = {PART_MATRIX("attn_v.weight", wv, KV_DIM, DIM), .fused = "attn_qkv.weight"},
+    [WO] = {PART_MATRIX("attn_output.weight", wo, DIM, Q_DIM)},
+    [FFN_NORM] = {PART_VECTOR("ffn_norm.weight", ffn_norm, DIM), .flags = NORM_FFN},
+    [W1] = {PART_MATRIX("ffn_gate.weight", w1, HIDDEN, DIM), DENSE_LAYER, .fused = "ffn_up.weight"},
+    [W2] = {PART_MATRIX("ffn_down.weight", w2, DIM, HIDDEN), DENSE_LAYER},
+    [W3] = {PART_MATRIX("ffn_up.weight", w3, HIDDEN, DIM), DENSE_LAYER, .fused = "ffn_up.weight"},
+    {PART_VECTOR("post_attention_norm.weight", ffn_norm, DIM), .flags = NORM_FFN_MOVED},
+    {PART_VECTOR("post_attention_norm.weight", attn_post, DIM), .flags = NORM_AFTER},
+    {PART_VECTOR("post_ffw_norm.weight", ffn_post, DIM), .flags = NORM_AFTER},
+    {PART_VECTOR("attn_q_norm.weight", q_norm, HEAD), .flags = NORM_QK},
+    {PART_VECTOR("attn_k_norm.weight", k_norm, HEAD), .flags = NORM_QK},
+    {PART_VECTOR("attn_q_norm.weight", q_norm, Q_DIM), .flags = NORM_QK_WIDE},
+    {PART_VECTOR("attn_k_norm.weight", k_norm, KV_DIM), .flags = NORM_QK_WIDE},
+    {PART_VECTOR("attn_sinks.weight", sinks, HEADS), .flags = SINKS},
+    {PART_VECTOR("attn_q.bias", bq, Q_DIM), .optional = true},
+    {PART_VECTOR("attn_k.bias", bk, KV_DIM), .optional = true},
+    {PART_VECTOR("attn_v.bias", bv, KV_DIM), .optional = true},
+    {PART_VECTOR("attn_output.bias", bo, DIM), .optional = true},
+    {PART_VECTOR("ffn_gate.bias", b1, HIDDEN), DENSE_LAYER, .optional = true},
+    {PART_VECTOR("ffn_down.bias", b2, DIM), DENSE_LAYER, .optional = true},
+    {PART_VECTOR("ffn_up.bias", b3, HIDDEN), DENSE_LAYER, .optional = true},
+    {PART_MATRIX("ffn_gate_inp.weight", router, EXPERTS, DIM), EXPERT_LAYER},
+    {PART_MATRIX("ffn_gate_exps.weight", e1, ALL_EXPERT_DIM, DIM), EXPERT_LAYER},
+    {PART_MATRIX("ffn_down_exps.weight", e2, ALL_DIM, EXPERT_DIM), EXPERT_LAYER},
+    {PART_MATRIX("ffn_up_exps.weight", e3, ALL_EXPERT_DIM, DIM), EXPERT_LAYER},
+    {PART_VECTOR("ffn_gate_inp.bias", router_bias, EXPERTS), EXPERT_LAYER, .optional = true},
+    {PART_VECTOR("ffn_gate_exps.bias", be1, ALL_EXPERT_DIM), EXPERT_LAYER, .optional = true},
+    {PART_VECTOR("ffn_down_exps.bias", be2, ALL_DIM), EXPERT_LAYER, .optional = true},
+    {PART_VECTOR("ffn_up_exps.bias", be3, ALL_EXPERT_DIM), EXPERT_LAYER, .optional = true},
+    {PART_MATRIX("ffn_gate_shexp.weight", w1, HIDDEN, DIM), EXPERT_LAYER, SHARED},
+    {PART_MATRIX("ffn_down_shexp.weight", w2, DIM, HIDDEN), EXPERT_LAYER, SHARED},
+    {PART_MATRIX("ffn_up_shexp.weight", w3, HIDDEN, DIM), EXPERT_LAYER, SHARED},
+    {PART_VECTOR("ffn_gate_inp_shexp.weight", shared_gate, DIM), EXPERT_LAYER, SHARED},
+};
+
+static int64_t part_size(const Model *m, const Layer *l, int what) {
+    int64_t dim = m->config.dim, head = l->head_size, experts = l->n_experts;
+    switch (what) {
+    case DIM: return dim;
+    case Q_DIM: return l->n_heads * head;
+    case KV_DIM: return l->n_kv_heads * head;
+    case HEAD: return head;
+    case HEADS: return l->n_heads;
+    case HIDDEN: return l->hidden_dim;
+    case EXPERTS: return experts;
+    case EXPERT_DIM: return l->expert_dim;
+    case ALL_EXPERT_DIM: return experts * l->expert_dim;
+    case ALL_DIM: return experts * dim;
+    }
+    return 1;
+}
+
+static bool part_exists(const Model *m, const Layer *l, const Part *p) {
+    if (p->flags && !(m->config.arch->flags & p->flags)) return false;
+    return p->in == ANY_LAYER || (p->in == EXPERT_LAYER) == (l->n_experts > 0);
+}
+
+// A copy of a one-row tensor as floats, (cols).
+static float *vector_copy(const Tensor *t) {
+    float *v = xalloc((size_t)t->cols, sizeof *v);
+    tensor_row(t, 0, v);
+    return v;
+}
+
+static void part_set(Layer *l, const Part *p, const Tensor *t) {
+    char *field = (char *)l + p->at;
+    if (p->rows == NO_DIM) *(float **)field = vector_copy(t);
+    else *(Tensor *)field = *t;
+}
+
+// Knobs in their neutral positions, and layers that are all alike, as the sizes in Config say.
+static void layers_init(Model *m, int count) {
+    Config *c = &m->config;
+    c->embed_scale = c->residual_scale = c->logit_divisor = 1;
+    m->layers = xalloc((size_t)count, sizeof *m->layers);
+    for (int i = 0; i < count; i++)
+        m->layers[i] = (Layer){
+            .kind = LAYER_ATTENTION, .n_heads = c->n_heads, .n_kv_heads = c->n_kv_heads,
+            .head_size = c->head_size, .hidden_dim = c->n_experts ? c->shared_dim : c->hidden_dim,
+            .n_experts = c->n_experts, .expert_dim = c->expert_dim, .slot = i,
+            .score_scale = 1.0f / sqrtf((float)c->head_size),
+        };
+}
+
+static void rope_init(Rope *r, int n_rot, double base, double factor) {
+    r->n_rot = n_rot, r->scale = 1;
+    r->inv_freq = xalloc((size_t)n_rot / 2 + 1, sizeof *r->inv_freq);
+    for (int i = 0; i < n_rot / 2; i++) r->inv_freq[i] = pow(base, -2.0 * i / n_rot) / factor;
+}
+
+// ---- llama2.c's .bin
+enum { TYPE_F32 = 0, TYPE_BIN_FLAT = 1000, TYPE_BIN_BLOCKS = 1001 };
+static const uint8_t bin_magic[4] = {0x32, 0x34, 0x6b, 0x61}; // 0x616b3432, "ak42" to its author
+
+typedef struct {                        // walks the tensors of a .bin, which have no names
+    Reader *r;
+    int version, group;
+} BinCursor;
+
+static Tensor bin_tensor(BinCursor *b, int64_t rows, int64_t cols, bool quantised) {
+    uint64_t count = (uint64_t)rows * (uint64_t)cols;
+    Tensor t = {.rows = rows, .cols = cols};
+    if (!quantised) {
+        t.format = format_of(TYPE_F32), t.stride = (size_t)cols * 4;
+        t.data = rd_bytes(b->r, count * 4);
+        return t;
+    }
+    bool aligned = cols % b->group == 0 && b->group % 32 == 0;
+    t.format = format_of(aligned ? TYPE_BIN_BLOCKS : TYPE_BIN_FLAT);
+    t.stride = (size_t)cols, t.group = b->group;
+    t.data = rd_bytes(b->r, count);
+    t.scales = rd_bytes(b->r, count / (uint64_t)b->group * 4);
+    return t;
+}
+
+// One kind of tensor for all layers, one after another.
+static void bin_layers(Model *m, BinCursor *b, int part) {
+    for (int i = 0; i < m->config.n_layers; i++) {
+        const Part *p = &parts[part];
+        Layer *l = &m->layers[i];
+        int64_t rows = part_size(m, l, p->rows), cols = part_size(m, l, p->cols);
+        Tensor t = bin_tensor(b, rows, cols, b->version == 2 && p->rows != NO_DIM);
+        if (t.data) part_set(l, p, &t);
+    }
+}
+
+static int bin_int(Reader *r, const char *field, int64_t low, int64_t high) {
+    int32_t v = rd_i32(r);
+    rd_check(r);
+    if (v < low || v > high)
+        rd_die(r, r->at - 4,
+               "%s is %d, expected %" PRId64 " to %" PRId64 " (is it a llama2.c model?)", field, v,
+               low, high);
+    return v;
+}
+
+static bool bin_header(Model *m, Reader *r, BinCursor *b) { // gives: is the classifier shared
+    Config *c = &m->config;
+    c->dim = bin_int(r, "dim", 1, MAX_DIM);
+    c->hidden_dim = bin_int(r, "hidden_dim", 1, MAX_DIM);
+    c->n_layers = bin_int(r, "n_layers", 1, MAX_LAYERS);
+    c->n_heads = bin_int(r, "n_heads", 1, c->dim);
+    if (c->dim % c->n_heads || c->dim / c->n_heads % 2)
+        rd_die(r, r->at - 4, "n_heads is %d, expected to cut dim %d into even heads", c->n_heads,
+               c->dim);
+    c->n_kv_heads = bin_int(r, "n_kv_heads", 1, c->n_heads);
+    if (c->n_heads % c->n_kv_heads)
+        rd_die(r, r->at - 4, "n_kv_heads is %d, expected a divisor of %d", c->n_kv_heads,
+               c->n_heads);
+    int vocab = bin_int(r, "vocab_size", b->version ? 1 : -MAX_VOCAB, MAX_VOCAB);
+    if (!vocab) rd_die(r, r->at - 4, "vocab_size is 0");
+    c->vocab_size = abs(vocab);
+    c->seq_len = bin_int(r, "seq_len", 1, MAX_POSITIONS);
+    c->head_size = c->dim / c->n_heads;
+    c->norm_eps = 1e-5f;                // llama2.c's constant; no version of the file states it
+    if (!b->version) return vocab > 0;
+    bool shared = rd_uint(r, 1) != 0;
+    if (b->version == 2) {
+        b->group = bin_int(r, "group_size", 1, MAX_DIM);
+        const int64_t rows[] = {c->vocab_size, c->dim, c->n_kv_heads * c->head_size, c->hidden_dim};
+        for (int i = 0; i < COUNT(rows); i++)
+            if (rows[i] * c->dim % b->group)
+                rd_die(r, r->at - 4, "group_size %d does not divide a matrix of %" PRId64 " x %d",
+                       b->group, rows[i], c->dim);
+    }
+    r->at = 256;
+    if (r->at > r->size) rd_die(r, r->size, "the file ends in its header of 256 bytes");
+    return shared;
+}
+
+// What the header promises, in bytes; no product here can pass 2^63: see the bounds above.
+static double bin_size(const Config *c, const BinCursor *b, bool shared) {
+    double dim = c->dim, kv = (double)c->n_kv_heads * c->head_size, layers = c->n_layers;
+    double norms = (2 * layers + 1) * dim, embedding = (double)c->vocab_size * dim;
+    double matrices = layers * dim * (2.0 * dim + 2 * kv + 3.0 * c->hidden_dim)
+                      + embedding * (shared ? 1 : 2);
+    if (b->version == 2) return 256 + 4 * norms + matrices + 4 * (matrices / b->group);
+    double freq = b->version ? 0 : (double)c->seq_len * c->head_size;
+    return (b->version ? 256 : 28) + 4 * (norms + matrices + freq);
+}
+
+static void bin_open(Model *m) {
+    Reader *r = &m->file;
+    Config *c = &m->config;
+    BinCursor b = {.r = r};
+    if (r->size >= 8 && !memcmp(r->base, bin_magic, 4)) {
+        r->at = 4;
+        b.version = rd_i32(r);
+        if (b.version != 1 && b.version != 2)
+            rd_die(r, 4, ".bin version %d, expected 1 or 2 (version 0 has no magic)", b.version);
+    }
+    m->version = b.version;
+    bool shared = bin_header(m, r, &b);
+    double size = bin_size(c, &b, shared);
+    if ((double)r->size != size)
+        die("%s: %zu bytes, expected %.0f for dim %d, hidden_dim %d, n_layers %d, vocab_size %d, "
+            "seq_len %d%s",
+            r->name, r->size, size, c->dim, c->hidden_dim, c->n_layers, c->vocab_size, c->seq_len,
+            b.version == 2 ? ", int8" : "");
+    c->arch = &archs[0];
+    layers_init(m, c->n_layers);
+    rope_init(&c->rope[0], c->head_size, 10000.0, 1.0);
+    Tensor norm;
+    if (b.version == 0) {
+        m->embedding = bin_tensor(&b, c->vocab_size, c->dim, false);
+        for (int part = ATTN_NORM; part <= W3; part++) bin_layers(m, &b, part);
+        norm = bin_tensor(&b, 1, c->dim, false);
+        rd_bytes(r, (uint64_t)c->seq_len * (uint64_t)c->head_size * 4); // cos and sin, not used
+    } else {
+        bin_layers(m, &b, ATTN_NORM), bin_layers(m, &b, FFN_NORM);
+        norm = bin_tensor(&b, 1, c->dim, false);
+        m->embedding = bin_tensor(&b, c->vocab_size, c->dim, b.version == 2);
+        for (int part = WQ; part <= W3; part++)
+            if (part != FFN_NORM) bin_layers(m, &b, part);
+    }
+    m->tied = shared;
+    m->output = shared ? m->embedding : bin_tensor(&b, c->vocab_size, c->dim, b.version == 2);
+    rd_check(r);
+    m->output_norm = vector_copy(&norm);
+}
+
+// ---- GGUF: pairs and tensor table
+enum { GGUF_U8, GGUF_I8, GGUF_U16, GGUF_I16, GGUF_U32, GGUF_I32, GGUF_F32, GGUF_BOOL, GGUF_STRING,
+       GGUF_ARRAY, GGUF_U64, GGUF_I64, GGUF_F64, GGUF_TYPES };
+static const uint8_t gguf_sizes[GGUF_TYPES] = {1, 1, 2, 2, 4, 4, 4, 1, 8, 12, 8, 8, 8}; // at least
+
+typedef struct {
+    uint32_t type;                      // of the value, or of the elements of an array
+    bool array;
+    uint64_t count;                     // elements; 1 for a scalar
+    size_t at;                          // where the first one starts
+} GgufValue;
+
+typedef struct {
+    uint32_t type, n_dims;
+    uint64_t dims[4], offset, bytes;
+    const Reader *r;                    // the file it is in, at its first byte
+    size_t at;
+    bool used;
+} GgufTensor;
+
+struct Gguf {
+    Reader *r;
+    Span arch;                          // general.architecture
+    int n_keys, n_tensors;
+    Span *keys, *names;
+    GgufValue *values;
+    GgufTensor *tensors;
+    Map key_map, name_map;
+    uint64_t alignment;
+};
+
+// Moves past the value of `key`, whose type was just read.
+static void gguf_skip(Reader *r, Span key, GgufValue *v) {
+    v->count = 1;
+    if (v->type == GGUF_ARRAY) {
+        v->array = true;
+        v->type = (uint32_t)rd_uint(r, 4), v->count = rd_uint(r, 8);
+    }
+    rd_check(r);
+    if (v->type >= GGUF_TYPES || (v->array && v->type == GGUF_ARRAY))
+        rd_die(r, r->at, "key %.*s: %s of type %u, expected 0 to 12 and no array of arrays",
+               SHOWN(key), v->array ? "elements" : "a value", v->type);
+    if (v->count > (r->size - r->at) / gguf_sizes[v->type])
+        rd_die(r, r->at, "key %.*s: %" PRIu64 " elements, but only %zu bytes follow", SHOWN(key),
+               v->count, r->size - r->at);
+    v->at = r->at;
+    if (v->type != GGUF_STRING) rd_bytes(r, v->count * gguf_sizes[v->type]);
+    else for (uint64_t i = 0; i < v->count && !r->error; i++) rd_string(r);
+}
+
+static void gguf_pairs(Gguf *g, uint64_t n) {
+    Reader *r = g->r;
+    if (n > MAX_KEYS || n > (r->size - r->at) / 13)
+        rd_die(r, 16, "%" PRIu64 " metadata pairs, more than the file can hold", n);
+    g->keys = xalloc((size_t)n, sizeof *g->keys), g->values = xalloc((size_t)n, sizeof *g->values);
+    g->key_map = map_new((size_t)n);
+    for (g->n_keys = 0; g->n_keys < (int)n; g->n_keys++) {
+        int i = g->n_keys;
+        size_t at = r->at;
+        g->keys[i] = rd_string(r);
+        g->values[i].type = (uint32_t)rd_uint(r, 4);
+        gguf_skip(r, g->keys[i], &g->values[i]);
+        rd_check(r);
+        if (!g->keys[i].n) rd_die(r, at, "a metadata key without a name");
+        if (map_add(&g->key_map, g->keys, (uint32_t)i) != i)
+            rd_die(r, at, "key %.*s stands twice", SHOWN(g->keys[i]));
+    }
+}
+
+// Names of keys that begin with a dot stand behind the name of the architecture.
+static const char *gguf_key(char full[static 160], const Gguf *g, const char *key) {
+    snprintf(full, 160, "%.*s%s", *key == '.' ? (int)MIN(g->arch.n, 100) : 0, g->arch.p, key);
+    return full;
+}
+
+#define FULL(key) gguf_key((char[160]){0}, g, key)
+
+static const GgufValue *gguf_find(const Gguf *g, const char *name) {
+    const char *key = FULL(name);
+    int64_t i = map_find(&g->key_map, g->keys, (Span){key, strlen(key)});
+    return i < 0 ? NULL : &g->values[i];
+}
+
+_Noreturn static void gguf_wrong(const Gguf *g, const char *key, const char *expected) {
+    const GgufValue *v = gguf_find(g, key);
+    rd_die(g->r, v->at, "key %s (%s%u): expected %s", FULL(key),
+           v->array ? "array of type " : "type ", v->type, expected);
+}
+
+// Element i of an integer value of any width; false if the type is not a whole number.
+static bool gguf_element(const Gguf *g, const GgufValue *v, uint64_t i, int64_t *out) {
+    if (v->type > GGUF_I64 || v->type == GGUF_F32 || v->type == GGUF_STRING
+        || v->type == GGUF_ARRAY)
+        return false;
+    int bytes = gguf_sizes[v->type];
+    Reader r = *g->r;
+    r.at = v->at + (size_t)i * (size_t)bytes;
+    uint64_t u = rd_uint(&r, bytes);
+    bool is_signed = v->type == GGUF_I8 || v->type == GGUF_I16 || v->type == GGUF_I32
+                     || v->type == GGUF_I64;
+    if (is_signed && bytes < 8 && u >> (8 * bytes - 1)) u |= ~(uint64_t)0 << (8 * bytes);
+    if (!is_signed && u > INT64_MAX) u = INT64_MAX;
+    *out = (int64_t)u;
+    return true;
+}
+
+// A whole number in low .. high; `missing` if the file has no such key. Where the value is a list,
+// its element `layer`; a list is wrong where that is -1.
+static int64_t gguf_layer_int(const Gguf *g, const char *key, int layer, int64_t low, int64_t high,
+                              int64_t missing) {
+    const GgufValue *v = gguf_find(g, key);
+    int64_t n;
+    if (!v) return missing;
+    if (v->array && layer >= 0 && (uint64_t)layer >= v->count) gguf_wrong(g, key, "one a layer");
+    if ((v->array && layer < 0) || !gguf_element(g, v, v->array ? (uint64_t)layer : 0, &n))
+        gguf_wrong(g, key, "a whole number");
+    if (n < low || n > high)
+        rd_die(g->r, v->at, "key %s is %" PRId64 ", expected %" PRId64 " to %" PRId64, FULL(key), n,
+               low, high);
+    return n;
+}
+
+static int64_t gguf_int(const Gguf *g, const char *key, int64_t low, int64_t high,
+                        int64_t missing) {
+    return gguf_layer_int(g, key, -1, low, high, missing);
+}
+
+static int64_t gguf_need(const Gguf *g, const char *key, int64_t low, int64_t high) {
+    if (!gguf_find(g, key)) die("%s: key %s is missing", g->r->name, FULL(key));
+    return gguf_int(g, key, low, high, 0);
+}
+
+// A finite number above zero; 0 counts as missing, as its writers mean it.
+static double gguf_positive(const Gguf *g, const char *key, double missing) {
+    const GgufValue *v = gguf_find(g, key);
+    double x = 0;
+    if (!v) return missing;
+    if (v->array || (v->type != GGUF_F32 && v->type != GGUF_F64)) gguf_wrong(g, key, "a float");
+    if (v->type == GGUF_F32) x = (double)f32_at(g->r->base + v->at);
+    else memcpy(&x, g->r->base + v->at, 8);
+    if (!(x >= 0 && x < 1e30))
+        rd_die(g->r, v->at, "key %s is %g, expected a number above 0", FULL(key), x);
+    return x > 0 ? x : missing;
+}
+
+static Span gguf_string(const Gguf *g, const char *key) { // empty if missing
+    const GgufValue *v = gguf_find(g, key);
+    if (!v) return (Span){"", 0};
+    if (v->array || v->type != GGUF_STRING) gguf_wrong(g, key, "a string");
+    Reader r = *g->r;
+    r.at = v->at;
+    return rd_string(&r);
+}
+
+// Puts the reader at the first element; gives their count, 0 if the key is missing.
+static uint64_t gguf_array(const Gguf *g, const char *key, uint32_t type, Reader *out) {
+    const GgufValue *v = gguf_find(g, key);
+    if (!v) return 0;
+    if (!v->array || v->type != type)
+        gguf_wrong(g, key, type == GGUF_STRING ? "an array of strings" : type == GGUF_F32
+                   ? "an array of floats" : "an array of 32-bit integers");
+    out->at = v->at;
+    return v->count;
+}
+
+static int gguf_bool(const Gguf *g, const char *key) { // -1 if missing
+    const GgufValue *v = gguf_find(g, key);
+    if (!v) return -1;
+    if (v->array || v->type != GGUF_BOOL) gguf_wrong(g, key, "a bool");
+    return g->r->base[v->at] != 0;
+}
+
+static const Format *gguf_format(uint32_t type) { // NULL: not known; ids from 1000 on are our own
+    return type < 1000 ? format_of(type) : NULL;
+}
+
+// Checks and sizes one row of the tensor table; where its bytes lie is checked when all are known.
+static void gguf_tensor_info(Gguf *g, int i) {
+    Reader *r = g->r;
+    GgufTensor *t = &g->tensors[i];
+    size_t at = r->at;
+    g->names[i] = rd_string(r);
+    t->n_dims = (uint32_t)rd_uint(r, 4);
+    if (!r->error && (t->n_dims < 1 || t->n_dims > 4))
+        rd_die(r, at, "tensor %.*s: %u dimensions, expected 1 to 4", SHOWN(g->names[i]), t->n_dims);
+    for (uint32_t d = 0; d < 4; d++) t->dims[d] = d < t->n_dims && !r->error ? rd_uint(r, 8) : 1;
+    t->type = (uint32_t)rd_uint(r, 4), t->offset = rd_uint(r, 8);
+    rd_check(r);
+    if (map_add(&g->name_map, g->names, (uint32_t)i) != i)
+        rd_die(r, at, "tensor %.*s stands twice", SHOWN(g->names[i]));
+    uint64_t count = 1;
+    for (int d = 0; d < 4; d++) {
+        if (t->dims[d] < 1
+            || t->dims[d] > 8 * (uint64_t)r->size / count) // no type takes under a bit
+            rd_die(r, at,
+                   "tensor %.*s: dimension %d is %" PRIu64 ", expected 1 to what %zu bytes hold",
+                   SHOWN(g->names[i]), d, t->dims[d], r->size);
+        count *= t->dims[d];
+    }
+    const Format *f = gguf_format(t->type);
+    if (!f) return;                     // an unknown type is refused where the tensor is used
+    if (t->dims[0] % (uint64_t)f->block)
+        rd_die(r, at, "tensor %.*s: rows of %" PRIu64 ", expected a multiple of %d for %s",
+               SHOWN(g->names[i]), t->dims[0], f->block, f->name);
+    t->bytes = count / (uint64_t)f->block * (uint64_t)f->bytes;
+}
+
+static void gguf_tensors(Gguf *g, uint64_t n) {
+    Reader *r = g->r;
+    if (n > MAX_TENSORS || n > (r->size - r->at) / 32)
+        rd_die(r, 8, "%" PRIu64 " tensors, more than the file can hold", n);
+    g->n_tensors = (int)n;
+    g->names = xalloc((size_t)n, sizeof *g->names);
+    g->tensors = xalloc((size_t)n, sizeof *g->tensors);
+    g->name_map = map_new((size_t)n);
+    for (int i = 0; i < g->n_tensors; i++) gguf_tensor_info(g, i);
+    if (!n) return;
+    uint64_t pad = (g->alignment - r->at % g->alignment) % g->alignment;
+    if (pad > r->size - r->at) rd_die(r, r->size, "the file ends before its tensor data");
+    size_t data = r->at + (size_t)pad;
+    uint64_t room = r->size - data;
+    for (int i = 0; i < g->n_tensors; i++) {
+        GgufTensor *t = &g->tensors[i];
+        if (t->offset % g->alignment)
+            rd_die(r, data, "tensor %.*s: offset %" PRIu64 " is no multiple of %" PRIu64,
+                   SHOWN(g->names[i]), t->offset, g->alignment);
+        if (t->offset > room || t->bytes > room - t->offset)
+            rd_die(r, data, "tensor %.*s: %" PRIu64 " bytes at offset %" PRIu64 ", but the data "
+                   "has %" PRIu64 " (is the file cut short?)",
+                   SHOWN(g->names[i]), t->bytes, t->offset, room);
+        t->r = r, t->at = data + (size_t)t->offset;
+    }
+}
+
+static Gguf *gguf_read(Reader *r) {
+    Gguf *g = xalloc(1, sizeof *g);
+    g->r = r;
+    r->at = 4;
+    uint32_t version = (uint32_t)rd_uint(r, 4);
+    uint64_t n_tensors = rd_uint(r, 8), n_keys = rd_uint(r, 8);
+    if (!r->error && version && !(version & 0xFFFF))
+        rd_die(r, 4, "big-endian; only little-endian GGUF is read");
+    if (!r->error && version != 2 && version != 3)
+        rd_die(r, 4, "GGUF version %u, expected 2 or 3", version);
+    rd_check(r);
+    gguf_pairs(g, n_keys);
+    g->arch = gguf_string(g, "general.architecture");
+    g->alignment = (uint64_t)gguf_int(g, "general.alignment", 1, 1 << 20, 32);
+    if (g->alignment & (g->alignment - 1)) gguf_wrong(g, "general.alignment", "a power of two");
+    gguf_tensors(g, n_tensors);
+    return g;
+}
+
+// A large model may lie in several files, NAME-00001-of-00003.gguf and so on. The keys of the first
+// one count; its table takes in the tensors of the others.
+static void gguf_join(Gguf *g) {
+    int count = gguf_int(g, "split.count", 0, 99999, 0);
+    int no = gguf_int(g, "split.no", 0, 99999, 0);
+    if (count < 2) return;
+    const char *name = g->r->name;
+    char end[32];
+    snprintf(end, sizeof end, "-%05d-of-%05d.gguf", no + 1, count);
+    size_t stem = strlen(name) - MIN(strlen(name), strlen(end));
+    if (strcmp(name + stem, end))
+        die("%s: part %d of %d, expected a name ending in %s", name, no + 1, count, end);
+    if (no) die("%s: part %d of %d: give the name of the first part", name, no + 1, count);
+    for (int i = 1; i < count; i++) {
+        Str path = {0};                 // kept: messages name the file
+        str_add(&path, name, stem);
+        str_printf(&path, "-%05d-of-%05d.gguf", i + 1, count);
+        Reader *r = xalloc(1, sizeof *r);
+        *r = file_map(path.p);
+        const Gguf *part = gguf_read(r);
+        if (gguf_int(part, "split.no", 0, 99999, -1) != i) die("%s: not part %d", path.p, i + 1);
+        int n = g->n_tensors + part->n_tensors;
+        Span *names = xalloc((size_t)n, sizeof *names);
+        GgufTensor *tensors = xalloc((size_t)n, sizeof *tensors);
+        g->name_map = map_new((size_t)n);
+        for (int t = 0; t < n; t++) {
+            const Gguf *from = t < g->n_tensors ? g : part;
+            int at = t < g->n_tensors ? t : t - g->n_tensors;
+            names[t] = from->names[at], tensors[t] = from->tensors[at];
+            if (map_add(&g->name_map, names, (uint32_t)t) != t)
+                die("%s: tensor %.*s stands in another part too", path.p, SHOWN(names[t]));
+        }
+        g->names = names, g->tensors = tensors, g->n_tensors = n;
+    }
+}
+
+// ---- GGUF: from names to a model
+static GgufTensor *gguf_tensor_find(const Gguf *g, const char *name) {
+    int64_t i = map_find(&g->name_map, g->names, (Span){name, strlen(name)});
+    return i < 0 ? NULL : &g->tensors[i];
+}
+
+// As (rows, cols): rows go through all dimensions but the first. One row takes in all of them.
+static bool gguf_tensor(const Gguf *g, const char *name, int64_t rows, int64_t cols, Tensor *out) {
+    GgufTensor *t = gguf_tensor_find(g, name);
+    if (!t) return false;
+    t->used = true;
+    const Format *f = gguf_format(t->type);
+    if (!f)
+        rd_die(t->r, t->at, "tensor %s has weight type %u, which is not known here", name, t->type);
+    uint64_t far = t->dims[1] * t->dims[2] * t->dims[3]; // each bounded: see gguf_tensor_info
+    if (rows == 1 ? t->dims[0] * far != (uint64_t)cols
+                  : t->dims[0] != (uint64_t)cols || far != (uint64_t)rows)
+        rd_die(t->r, t->at,
+               "tensor %s is (%" PRIu64 ", %" PRIu64 ", %" PRIu64 "), expected (%" PRId64
+               ", %" PRId64 ")",
+               name, t->dims[0], t->dims[1], t->dims[2] * t->dims[3], cols, rows);
+    *out = (Tensor){.format = f, .data = t->r->base + t->at, .rows = rows, .cols = cols,
+                    .stride = (size_t)(cols / f->block) * (size_t)f->bytes};
+    return true;
+}
+
+static void gguf_tensor_need(const Gguf *g, const char *name, int64_t rows, int64_t cols,
+                             Tensor *out) {
+    if (!gguf_tensor(g, name, rows, cols, out))
+        die("%s: tensor %s is missing, expected (%" PRId64 ", %" PRId64 ")", g->r->name, name, cols,
+            rows);
+}
+
+static float *gguf_vector(const Gguf *g, const char *name, int64_t n) { // NULL if missing
+    Tensor t;
+    return gguf_tensor(g, name, 1, n, &t) ? vector_copy(&t) : NULL;
+}
+
+static void gguf_config(Model *m, const Gguf *g) {
+    Config *c = &m->config;
+    c->dim = gguf_need(g, ".embedding_length", 1, MAX_DIM);
+    c->n_layers = gguf_need(g, ".block_count", 1, INT_MAX);
+    c->seq_len = (int)MIN(gguf_need(g, ".context_length", 1, INT64_MAX), MAX_POSITIONS);
+    c->norm_eps = gguf_positive(g, ".attention.layer_norm_rms_epsilon", 1e-5);
+    c->n_heads = gguf_layer_int(g, ".attention.head_count", 0, 1, c->dim, 0);
+    if (!c->n_heads) gguf_need(g, ".attention.head_count", 1, c->dim);
+    c->n_kv_heads = gguf_layer_int(g, ".attention.head_count_kv", 0, 1, c->n_heads, c->n_heads);
+    if (!gguf_find(g, ".attention.key_length") && c->dim % c->n_heads)
+        die("%s: %d heads do not divide a width of %d", g->r->name, c->n_heads, c->dim);
+    c->head_size = gguf_int(g, ".attention.key_length", 1, 1 << 14, c->dim / c->n_heads);
+    gguf_int(g, ".attention.value_length", c->head_size, c->head_size, 0); // the same here
+    c->n_experts = gguf_int(g, ".expert_count", 0, MAX_EXPERTS, 0);
+    c->hidden_dim = gguf_layer_int(g, ".feed_forward_length", 0, 1, MAX_DIM, 0);
+    if (!c->hidden_dim && !c->n_experts) gguf_need(g, ".feed_forward_length", 1, MAX_DIM);
+    if (c->n_experts) {
+        c->n_used = gguf_need(g, ".expert_used_count", 1, c->n_experts);
+        c->expert_dim = gguf_int(g, ".expert_feed_forward_length", 1, MAX_DIM, c->hidden_dim);
+        if (c->arch->flags & SHARED)
+            c->shared_dim =
+                gguf_int(g, ".expert_shared_feed_forward_length", 1, MAX_DIM, c->hidden_dim);
+        int sum_1 = gguf_bool(g, ".expert_weights_norm");
+        c->weights_sum_1 = sum_1 >= 0 ? sum_1 : (c->arch->flags & WEIGHTS_SUM_1) != 0;
+    }
+}
+
+// What is no size: multipliers and caps.
+static void gguf_knobs(Model *m, const Gguf *g) {
+    Config *c = &m->config;
+    const Arch *a = c->arch;
+    double embed = a->flags & EMBED_SCALED ? sqrt((double)c->dim) : 1;
+    c->embed_scale = gguf_positive(g, ".embedding_scale", embed);
+    c->residual_scale = gguf_positive(g, ".residual_scale", 1);
+    c->logit_divisor = gguf_positive(g, ".logit_scale", 1);
+    c->score_cap = gguf_positive(g, ".attn_logit_softcapping", (double)a->score_cap);
+    c->logit_cap = gguf_positive(g, ".final_logit_softcapping", (double)a->logit_cap);
+    c->heat = gguf_positive(g, ".attention.temperature_scale", 0);
+    c->heat_len = gguf_int(g, ".rope.scaling.original_context_length", 1, INT_MAX, c->seq_len);
+}
+
+// Heads, width, window and rope of layer i.
+static void gguf_layer(Model *m, const Gguf *g, int i) {
+    const Config *c = &m->config;
+    const Arch *a = c->arch;
+    Layer *l = &m->layers[i];
+    l->n_heads = gguf_layer_int(g, ".attention.head_count", i, 1, c->dim, 0);
+    l->n_kv_heads = gguf_layer_int(g, ".attention.head_count_kv", i, 1, l->n_heads, l->n_heads);
+    if (l->n_heads % l->n_kv_heads || (int64_t)l->n_heads * l->head_size > MAX_DIM)
+        die("%s: layer %d: %d heads of %d, %d for keys, expected a divisor and at most %d in all",
+            g->r->name, i, l->n_heads, l->head_size, l->n_kv_heads, MAX_DIM);
+    if (!l->n_experts) l->hidden_dim = gguf_layer_int(g, ".feed_forward_length", i, 1, MAX_DIM, 0);
+    bool own = a->layers_own_scale == c->n_layers; // Gemma's 27B models
+    double size = own ? (double)c->dim / l->n_heads : (double)l->head_size;
+    l->score_scale = gguf_positive(g, ".attention.scale", 1 / sqrt(size));
+
+    const GgufValue *pattern = gguf_find(g, ".attention.sliding_window_pattern");
+    bool list = pattern && pattern->array;
+    int64_t period = list ? 0
+                          : gguf_int(g, ".attention.sliding_window_pattern", 1, INT_MAX, a->period);
+    bool slides = list ? gguf_layer_int(g, ".attention.sliding_window_pattern", i, 0, 1, 0)
+                       : !period || i % period < period - 1;
+    if (slides) l->window = gguf_int(g, ".attention.sliding_window", 0, INT_MAX, a->window);
+    l->rope = l->window && a->flags & WINDOW_ROPE ? ROPE_WINDOW : ROPE_FULL;
+    if (a->no_rope && (i + 1) % a->no_rope == 0) l->rope = -1;
+}
+
+// YaRN: slow pairs turn `factor` times slower, fast ones as ever, those between in between.
+static void rope_yarn(Rope *r, const Gguf *g, double base, double factor, int original,
+                      bool exact) {
+    double fast = gguf_positive(g, ".rope.scaling.yarn_beta_fast", 32), ends[2], grow;
+    double slow = gguf_positive(g, ".rope.scaling.yarn_beta_slow", 1);
+    double turn = gguf_positive(g, ".rope.scaling.yarn_log_multiplier", 0);
+    for (int i = 0; i < 2; i++) // the pair that turns so often in the original context
+        ends[i] = r->n_rot * log(original / (2 * acos(-1) * (i ? slow : fast))) / (2 * log(base));
+    double low = MAX(0, exact ? ends[0] : floor(ends[0]));
+    double high = MIN(r->n_rot - 1, exact ? ends[1] : ceil(ends[1]));
+    for (int i = 0; i < r->n_rot / 2; i++) {
+        double ramp = MAX(0, MIN(1, (i - low) / MAX(0.001, high - low)));
+        r->inv_freq[i] *= 1 - ramp + ramp / factor;
+    }
+    grow = 0.1 * log(factor);
+    grow = factor > 1 ? (grow + 1) / (turn * grow + 1) : 1;
+    r->scale = gguf_positive(g, ".rope.scaling.yarn_attn_factor", grow);
+}
+
+// Divisors of the angles, one a pair, or NULL.
+static float *rope_divisors(const Gguf *g, const char *name, const Rope *r) {
+    float *divisor = gguf_vector(g, name, r->n_rot / 2);
+    for (int i = 0; divisor && i < r->n_rot / 2; i++)
+        if (!(divisor[i] > 0 && divisor[i] < 1e31f))
+            die("%s: tensor %s: element %d is %g, expected a number above 0", g->r->name, name, i,
+                (double)divisor[i]);
+    return divisor;
+}
+
+static void gguf_ropes(Model *m, const Gguf *g) {
+    Config *c = &m->config;
+    Rope *r = &c->rope[ROPE_FULL];
+    int n_rot = gguf_int(g, ".rope.dimension_count", 2, c->head_size, c->head_size);
+    if (n_rot % 2) die("%s: heads of %d (rope %d), expected even", g->r->name, c->head_size, n_rot);
+    double base =
+        gguf_positive(g, ".rope.freq_base", c->arch->base ? (double)c->arch->base : 10000);
+    double factor = gguf_positive(g, ".rope.scale_linear", 1); // the old name
+    factor = gguf_positive(g, ".rope.scaling.factor", factor);
+    int original = gguf_int(g, ".rope.scaling.original_context_length", 1, INT_MAX, c->seq_len);
+    Span type = gguf_string(g, ".rope.scaling.type");
+    bool yarn = span_is(type, "yarn"), linear = !type.n || span_is(type, "linear");
+    if (!yarn && !linear && !span_is(type, "none") && !span_is(type, "longrope"))
+        gguf_wrong(g, ".rope.scaling.type", "none, linear, yarn or longrope");
+    rope_init(r, n_rot, base, linear ? factor : 1);
+    if (yarn) rope_yarn(r, g, base, factor, original, c->arch->flags & YARN_EXACT);
+    r->scale *= gguf_positive(g, ".rope.scaling.attn_factor", 1);
+    if (c->arch->flags & WINDOW_ROPE) // Gemma 3's window layers have a base of their own
+        rope_init(&c->rope[ROPE_WINDOW], n_rot,
+                  gguf_positive(g, ".rope.freq_base_swa", c->arch->base ? 10000 : base), 1);
+    // Llama 3.1's scaling comes as divisors; longrope's as two sets, for short and long contexts.
+    float *divide = rope_divisors(g, "rope_freqs.weight", r), *stretch = NULL;
+    if (!divide) {
+        divide = rope_divisors(g, "rope_factors_short.weight", r);
+        stretch = rope_divisors(g, "rope_factors_long.weight", r);
+    }
+    if (stretch)
+        r->inv_long = xalloc((size_t)n_rot / 2, sizeof *r->inv_long), r->short_len = original;
+    for (int i = 0; i < n_rot / 2; i++) {
+        if (stretch) r->inv_long[i] = r->inv_freq[i] / (double)stretch[i];
+        if (divide) r->inv_freq[i] /= (double)divide[i];
+    }
+    free(divide), free(stretch);
+}
+
+// What a file holds beyond the parts known here may matter: fluent and wrong is worse than a
+// warning.
+static void gguf_unused(Model *m, const Gguf *g) {
+    int count = 0, first = 0;
+    for (int i = g->n_tensors; i-- > 0;)
+        if (!g->tensors[i].used) count++, first = i;
+    if (count)
+        str_printf(&m->warnings, "%s: %d tensors are not used, %.*s the first\n", m->file.name,
+                   count, SHOWN(g->names[first]));
+}
+
+// Part p of layer n; where the file holds several parts as one matrix, its rows of it.
+static bool gguf_part(const Model *m, const Gguf *g, int n, const Part *p, Tensor *out) {
+    const Layer *l = &m->layers[n];
+    int64_t rows = part_size(m, l, p->rows), cols = part_size(m, l, p->cols), all = 0, before = 0;
+    char name[64], fused[64];
+    snprintf(name, sizeof name, "blk.%d.%s", n, p->name);
+    const GgufTensor *own = gguf_tensor_find(g, name);
+    if (p->fused && (!own || (int64_t)own->dims[1] != rows)) {
+        snprintf(fused, sizeof fused, "blk.%d.%s", n, p->fused);
+        for (const Part *q = parts; q < parts + COUNT(parts); q++)
+            if (q->fused && !strcmp(q->fused, p->fused)) {
+                if (q < p) before += part_size(m, l, q->rows);
+                all += part_size(m, l, q->rows);
+            }
+        if (gguf_tensor(g, fused, all, cols, out)) {
+            out->data += (size_t)before * out->stride, out->rows = rows;
+            return true;
+        }
+    }
+    if (p->optional) return gguf_tensor(g, name, rows, cols, out);
+    gguf_tensor_need(g, name, rows, cols, out);
+    return true;
+}
+
+static void gguf_weights(Model *m, const Gguf *g) {
+    Config *c = &m->config;
+    const GgufTensor *embedding = gguf_tensor_find(g, "token_embd.weight");
+    uint64_t rows = embedding ? embedding->dims[1] : 1;
+    if (rows > MAX_VOCAB)
+        die("%s: tensor token_embd.weight has %" PRIu64 " rows", g->r->name, rows);
+    c->vocab_size = (int)rows;
+    gguf_tensor_need(g, "token_embd.weight", c->vocab_size, c->dim, &m->embedding);
+    m->tied = !gguf_tensor(g, "output.weight", c->vocab_size, c->dim, &m->output);
+    if (m->tied) m->output = m->embedding;
+    m->output_norm = gguf_vector(g, "output_norm.weight", c->dim);
+    if (!m->output_norm) die("%s: tensor output_norm.weight is missing", g->r->name);
+    // A layer needs tensors of its own, so a false block_count meets a missing one before room
+    // ends.
+    layers_init(m, MIN(c->n_layers, g->n_tensors + 1));
+    gguf_knobs(m, g);
+    gguf_ropes(m, g);
+    for (int n = 0; n < c->n_layers; n++) {
+        gguf_layer(m, g, n);
+        Tensor t;
+        for (const Part *p = parts; p < parts + COUNT(parts); p++)
+            if (part_exists(m, &m->layers[n], p) && gguf_part(m, g, n, p, &t))
+                part_set(&m->layers[n], p, &t);
+    }
+}
+
+// ---- opening either kind
+enum { NEED_VOCAB = 1, NEED_WEIGHTS = 2 };
+
+static void vocab_from_bin(Vocab *v, Reader *r, int vocab_size); // chapter 8
+static void vocab_from_gguf(Vocab *v, const Gguf *g, Str *warnings);
+static void vocab_free(Vocab *v);
+
+// The vocabulary of a .bin: FILE of -z, or STEM.tokenizer.bin or tokenizer.bin beside the model, or
+// tokenizer.bin in the working folder; the first that exists counts.
+static void bin_vocab(Model *m, const char *path) {
+    const char *model = m->file.name, *slash = strrchr(model, '/'), *dot = strrchr(model, '.');
+    size_t folder = slash ? (size_t)(slash + 1 - model) : 0;
+    size_t stem = dot && dot >= model + folder ? (size_t)(dot - model) : strlen(model);
+    Str beside = {0};
+    for (int i = 0; !path && i < 2; i++) {
+        beside.n = 0;
+        str_add(&beside, model, i ? folder : stem);
+        str_printf(&beside, "%stokenizer.bin", i ? "" : ".");
+        if (file_exists(beside.p)) path = beside.p;
+    }
+    if (!path && !file_exists("tokenizer.bin"))
+        die("%s: no vocabulary: neither %.*s.tokenizer.bin nor tokenizer.bin beside it or here (-z "
+            "FILE)",
+            model, (int)stem, model);
+    Reader r = file_map(path ? path : "tokenizer.bin");
+    vocab_from_bin(&m->vocab, &r, m->config.vocab_size);
+    str_free(&beside);
+}
+
+static void tensor_add(Model *m, const Tensor *t, bool expert) { // to the bytes that a token reads
+    if (!t->data) return;
+    int64_t bytes = (int64_t)t->stride * t->rows
+                    + (t->scales ? t->rows * t->cols / t->group * 4 : 0);
+    m->weight_bytes += expert ? bytes / m->config.n_experts * m->config.n_used : bytes;
+    if (t->format->id != TYPE_F32) m->all_f32 = false;
+}
+
+// Opens a mapped model file; `need` says what has to be there, 0: read what is there. Dies with the
+// reason.
+static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
+    m->file = file;
+    Reader *r = &m->file;
+    if (r->size >= 4 && !memcmp(r->base, "GGUF", 4)) {
+        const Gguf *g = m->gguf = gguf_read(r);
+        m->version = r->base[4];
+        m->chat_template = gguf_string(g, "tokenizer.chat_template");
+        m->config.arch = arch_find(g->arch);
+        Span kind = gguf_string(g, "tokenizer.ggml.model");
+        bool known = span_is(kind, "llama") || span_is(kind, "gpt2");
+        if (need & NEED_VOCAB || (!need && known)) vocab_from_gguf(&m->vocab, g, &m->warnings);
+        if (need & NEED_WEIGHTS) {
+            if (!m->config.arch) {
+                Str list = {0};
+                for (int i = 0; i < COUNT(archs); i++) str_printf(&list, " %s", archs[i].name);
+                die("%s: architecture `%.*s`, expected one of:%s", r->name, SHOWN(g->arch), list.p);
+            }
+            gguf_join(m->gguf);
+            if (!g->n_tensors) die("%s: a vocabulary without a model (0 tensors)", r->name);
+            gguf_config(m, g);
+            gguf_weights(m, g);
+            gguf_unused(m, g);
+            if (need & NEED_VOCAB && m->vocab.size > m->config.vocab_size)
+                die("%s: %d tokens, but the embedding has %d rows", r->name, m->vocab.size,
+                    m->config.vocab_size);
+        }
+    } else {
+        if (r->size >= 4 && (!memcmp(r->base, "FUGG", 4) || !memcmp(r->base, "tjgg", 4)
+                             || !memcmp(r->base, "fmgg", 4) || !memcmp(r->base, "lmgg", 4)))
+            die("%s: byte 0: magic %.4s: a format before GGUF (or one of the other byte order)",
+                r->name, (const char *)r->base);
+        bin_open(m);
+        if (need & NEED_VOCAB) bin_vocab(m, tokenizer);
+    }
+    if (!m->layers) return;
+    m->all_f32 = true;
+    tensor_add(m, &m->output, false);
+    for (int i = 0; i < m->config.n_layers; i++)
+        for (const Part *p = parts; p < parts + COUNT(parts); p++)
+            if (p->rows != NO_DIM && part_exists(m, &m->layers[i], p))
+                tensor_add(m, (const Tensor *)((const char *)&m->layers[i] + p->at),
+                           p->rows == ALL_EXPERT_DIM || p->rows == ALL_DIM);
+}
+
+static void model_close(Model *m) {
+    for (int i = 0; m->layers && i < m->config.n_layers; i++)
+        for (int p = 0; p < COUNT(parts); p++)
+            if (parts[p].rows == NO_DIM && part_exists(m, &m->layers[i], &parts[p]))
+                free(*(float **)((char *)&m->layers[i] + parts[p].at));
+    for (int t = 0; t < N_ROPES; t++)
+        free(m->config.rope[t].inv_freq), free(m->config.rope[t].inv_long);
+    free(m->layers), free(m->output_norm), str_free(&m->warnings);
+    vocab_free(&m->vocab);
+    file_unmap(&m->file);
+}
+/* ------------------------------------------------------------------------------------------------
+ * Chapter 6. One forward pass
+ *
+ * n rows in, one path: decoding is n = 1, a prompt is read n = chunk rows at a time, scoring asks
+ * for the logits of every row. All threads of the team walk the same code: a step hands out tickets
+ * (rows of activations, rows of a matrix, heads) and ends when all are done. What a row computes
+ * depends on its token, its position and the cache, never on its company: no sum is split over
+ * tickets, and each output element is one fixed sequence of operations (chapter 3). So chunk and
+ * thread count change the time, not one bit of the text. The price is that threads meet some nine
+ * times a layer. Nothing is allocated here: a session sizes everything when it starts.
+ */
+typedef struct { int token, pos; } Row; // one position of one sequence
+
+enum { WANT_NONE, WANT_LAST, WANT_ALL }; // which rows' logits somebody will read
+
+typedef struct {
+    const Model *model;
+    Team team;
+    Worker worker[MAX_THREADS];
+    int seq_len;                        // positions the cache has room for
+    int chunk;                          // most rows of one pass
+    bool half;                          // cache in half precision
+    uint8_t *cache;                     // by slot: keys, then values; see kv_keys
+    size_t slot_bytes;
+    int *tokens;                        // what the cache holds, (seq_len)
+    int n_tokens;
+    int64_t fed;                        // rows read so far, for the statistics
+    Row *rows;                          // (chunk)
+    float *x;                           // residual stream, (chunk, dim)
+    float *branch;                      // what a block adds to it, (chunk, dim)
+    float *q, *k, *v;                   // (chunk, heads * head_size), widest layer
+    float *h1, *h3;                     // gate and up, (chunk, hidden_dim); of experts: (pairs,
+                                        // expert_dim), a pair being a row and an expert it uses
+    float *turn;                        // cos and sin of this pass, (ropes, chunk, n_rot / 2, 2)
+    float *route;                       // router logits, (chunk, n_experts)
+    float *share;                       // weights of a row's experts, (chunk, n_used)
+    int *chosen;                        // its experts, (chunk, n_used)
+    int *place;                         // where each pair stands in order of experts, (pairs)
+    int *expert_end;                    // and where each expert's pairs end there, (n_experts)
+    float *expert_out;                  // what the experts give, (pairs, dim)
+    float *logits;                      // (logit_rows, vocab_size)
+    int logit_rows;
+    uint8_t *acts;                      // activations in front of a matrix, chapter 3
+    uint8_t *pair_acts;                 // the same for all pairs; without experts, acts itself
+    float *scores;                      // per worker, (QUERY_TILE, seq_len rounded up to blocks)
+    float *trace; // tests only: residual after each layer, (layers, chunk, dim)
+} Session;
+
+typedef struct { Session *s; int n, want; } Pass;
+
+// ---- the cache: in a slot first the keys of all kv heads, (kv head, block, head_size, 8
+// positions), then the values, (kv head, position, head_size)
+static int64_t kv_room(const Session *s) { return ((int64_t)s->seq_len + 7) / 8 * 8; }
+
+static uint8_t *kv_keys(const Session *s, const Layer *l, int head) {
+    return s->cache + s->slot_bytes * (size_t)l->slot
+           + (size_t)head * (size_t)kv_room(s) * (size_t)l->head_size * (s->half ? 2 : 4);
+}
+
+static uint8_t *kv_values(const Session *s, const Layer *l, int head) {
+    return kv_keys(s, l, l->n_kv_heads + head);
+}
+
+static void kv_put(const Session *s, uint8_t *at, int64_t i, float value) {
+    uint16_t h = f32_to_f16(value);
+    if (s->half) memcpy(at + 2 * i, &h, 2);
+    else memcpy(at + 4 * i, &value, 4);
+}
+
+static void kv_store(const Session *s, const Layer *l, int pos, const float *k, const float *v) {
+    int d = l->head_size;
+    for (int h = 0; h < l->n_kv_heads; h++) {
+        uint8_t *keys = kv_keys(s, l, h), *values = kv_values(s, l, h);
+        for (int i = 0; i < d; i++) {
+            kv_put(s, keys, ((int64_t)(pos / 8) * d + i) * 8 + pos % 8, k[h * d + i]);
+            kv_put(s, values, (int64_t)pos * d + i, v[h * d + i]);
+        }
+    }
+}
+
+// Bytes of cache that one position takes.
+static int64_t cache_bytes_per_token(const Model *m, bool half) {
+    int64_t bytes = 0;
+    for (int i = 0; i < m->config.n_layers; i++)
+        bytes += 2LL * m->layers[i].n_kv_heads * m->layers[i].head_size * (half ? 2 : 4);
+    return bytes;
+}
+
+// ---- rows
+static void row_add(float *x, const float *y, int n) {
+    for (int i = 0; y && i < n; i++) x[i] += y[i];
+}
+
+// RMSNorm: y = x / sqrt(mean x^2 + eps) * weight. No weight: y = x
+static void row_norm(const Session *s, float *y, const float *x, const float *weight, int n) {
+    float sum = weight ? vec_ops[s->team.isa].sum_squares(x, n) : 0;
+    float scale = 1.0f / sqrtf(sum / (float)n + s->model->config.norm_eps);
+    for (int i = 0; i < n; i++) y[i] = weight ? x[i] * scale * weight[i] : x[i];
+}
+
+// x = c tanh(x / c), as c (1 - 2 / (exp(2 x / c) + 1))
+static void row_cap(const Session *s, float *x, int64_t from, int64_t to, float c) {
+    if (!c) return;
+    for (int64_t i = from; i < to; i++) x[i] = 2 * x[i] / c;
+    vec_ops[s->team.isa].exps(x, from, to, 0);
+    for (int64_t i = from; i < to; i++) x[i] = c * (1 - 2 / (x[i] + 1));
+}
+
+// out = act(gate) * up. Every activation here is gate * sigmoid(z) with its own z.
+static void row_gate(const Session *s, float *out, const float *gate, const float *up, int n) {
+    int flags = s->model->config.arch->flags;
+    for (int i = 0; i < n; i++) {
+        float g = flags & CLAMPED ? MIN(gate[i], 7.0f) : gate[i], z = g;
+        if (flags & GELU) z = 1.59576912f * (g + 0.044715f * g * g * g); // 2 sqrt(2 / pi) (...)
+        if (flags & CLAMPED) z = 1.702f * g;
+        out[i] = -z;
+    }
+    vec_ops[s->team.isa].exps(out, 0, n, 0);
+    for (int i = 0; i < n; i++) {
+        float g = flags & CLAMPED ? MIN(gate[i], 7.0f) : gate[i];
+        float u = flags & CLAMPED ? 1 + MAX(-7.0f, MIN(up[i], 7.0f)) : up[i];
+        out[i] = g / (1.0f + out[i]) * u;
+    }
+}
+
+// Adds what a block gave to the stream: x += scale * norm(branch + bias)
+static void row_join(const Session *s, int i, const float *bias, const float *norm) {
+    const Config *c = &s->model->config;
+    float *x = s->x + (int64_t)i * c->dim, *branch = s->branch + (int64_t)i * c->dim;
+    row_add(branch, bias, c->dim);
+    if (norm) row_norm(s, branch, branch, norm, c->dim);
+    for (int k = 0; k < c->dim; k++) x[k] += c->residual_scale * branch[k];
+}
+
+// The norm of row i goes to row j of the activations, ready for a matrix.
+static void row_to_acts(const Session *s, Acts *a, int j, int i, const float *weight) {
+    int dim = s->model->config.dim;
+    row_norm(s, a->x + j * a->ldx, s->x + (int64_t)i * dim, weight, dim);
+    acts_quantise(s->team.isa, a, j);
+}
+
+static const float *rope_turn(const Session *s, int table, int row) {
+    const Rope *r = s->model->config.rope;
+    int64_t at = table == ROPE_WINDOW ? (int64_t)s->chunk * r[ROPE_FULL].n_rot : 0;
+    return s->turn + at + (int64_t)row * r[table].n_rot;
+}
+
+// Angles are formed in double: in float they would be off by 1e-4 at position 4,096.
+static void rope_angles(const Session *s, int row) {
+    for (int t = 0; t < N_ROPES; t++) {
+        const Rope *r = &s->model->config.rope[t];
+        const double *inv = r->inv_long && s->seq_len > r->short_len ? r->inv_long : r->inv_freq;
+        float *turn = (float *)rope_turn(s, t, row);
+        for (int i = 0; i < r->n_rot / 2; i++) {
+            double angle = s->rows[row].pos * inv[i];
+            turn[2 * i] = (float)cos(angle) * r->scale;
+            turn[2 * i + 1] = (float)sin(angle) * r->scale;
+        }
+    }
+}
+
+static void rope_apply(const Session *s, const Layer *l, float *heads, int n, int row) {
+    if (l->rope < 0) return;
+    const float *turn = rope_turn(s, l->rope, row);
+    int half = s->model->config.rope[l->rope].n_rot / 2;
+    bool pairs = !(s->model->config.arch->flags & TURN_HALVES);
+    for (float *h = heads; h < heads + (int64_t)n * l->head_size; h += l->head_size)
+        for (int i = 0; i < half; i++) {
+            float *a = pairs ? h + 2 * i : h + i, *b = pairs ? a + 1 : a + half;
+            float cosine = turn[2 * i], sine = turn[2 * i + 1], x = *a, y = *b;
+            *a = x * cosine + y * -sine; // x c - y s would be fused by gcc -O3 -mfma
+            *b = x * sine + y * cosine;
+        }
+}
+
+// ---- attention
+// A row's queries and keys, fresh from their matrices: biases, norms, rope, temperature, store.
+static void attention_row(const Session *s, const Layer *l, int i) {
+    const Config *c = &s->model->config;
+    int d = l->head_size, q_dim = l->n_heads * d, kv_dim = l->n_kv_heads * d, pos = s->rows[i].pos;
+    float *q = s->q + (int64_t)i * q_dim, *k = s->k + (int64_t)i * kv_dim;
+    float *v = s->v + (int64_t)i * kv_dim;
+    row_add(q, l->bq, q_dim), row_add(k, l->bk, kv_dim), row_add(v, l->bv, kv_dim);
+    if (l->q_norm) {
+        bool wide = c->arch->flags & NORM_QK_WIDE;
+        for (int h = 0; h < q_dim; h += wide ? q_dim : d)
+            row_norm(s, q + h, q + h, l->q_norm, wide ? q_dim : d);
+        for (int h = 0; h < kv_dim; h += wide ? kv_dim : d)
+            row_norm(s, k + h, k + h, l->k_norm, wide ? kv_dim : d);
+    }
+    rope_apply(s, l, q, l->n_heads, i);
+    rope_apply(s, l, k, l->n_kv_heads, i);
+    if (c->heat) {
+        float heat = (float)(1 + (double)c->heat * log(1 + pos / c->heat_len));
+        for (int h = 0; h < q_dim; h++) q[h] *= heat;
+    }
+    kv_store(s, l, pos, k, v);
+}
+
+// One tile: up to QUERY_TILE queries of one kv head, query t being head t % group of row t / group.
+// Scores of a query are all there before its softmax, so no result hangs on how rows were tiled.
+static void attention_tile(const Pass *p, Worker *w, const Layer *l, Acts *a, int kv_head,
+                           int tile) {
+    Session *s = p->s;
+    const VecOps *ops = &vec_ops[s->team.isa];
+    int d = l->head_size, group = l->n_heads / l->n_kv_heads, first = tile * QUERY_TILE;
+    int nq = MIN(QUERY_TILE, p->n * group - first);
+    int64_t room = kv_room(s), from[QUERY_TILE], to[QUERY_TILE], lo = room, hi = 0;
+    float *score[QUERY_TILE], *out[QUERY_TILE], z[QUERY_TILE];
+    const float *q[QUERY_TILE], *e[QUERY_TILE];
+    for (int t = 0; t < nq; t++) {
+        int row = (first + t) / group, head = kv_head * group + (first + t) % group;
+        q[t] = s->q + ((int64_t)row * l->n_heads + head) * d;
+        out[t] = a->x + row * a->ldx + (int64_t)head * d;
+        e[t] = score[t] = s->scores + ((int64_t)w->rank * QUERY_TILE + t) * room;
+        to[t] = s->rows[row].pos + 1;
+        from[t] = l->window && to[t] > l->window ? to[t] - l->window : 0;
+        lo = MIN(lo, from[t]), hi = MAX(hi, to[t]);
+    }
+    ops->scores(s->half, q, nq, kv_keys(s, l, kv_head), d, lo / 8, (hi + 7) / 8, l->score_scale,
+                score);
+    int64_t all_from = 0, all_to = room;                // the range that every query sees
+    for (int t = 0; t < nq; t++) {
+        row_cap(s, score[t], from[t], to[t], s->model->config.score_cap);
+        float max = ops->row_max(score[t], from[t], to[t]);
+        float sink = l->sinks ? l->sinks[kv_head * group + (first + t) % group] : -INFINITY;
+        max = MAX(max, sink);
+        z[t] = ops->exps(score[t], from[t], to[t], max);
+        if (l->sinks) z[t] += ops->exps(&sink, 0, 1, max);
+        memset(out[t], 0, sizeof(float) * (size_t)d);
+        all_from = MAX(all_from, from[t]), all_to = MIN(all_to, to[t]);
+    }
+    const void *values = kv_values(s, l, kv_head);
+    if (all_from > all_to) all_from = all_to;           // windows that do not meet
+    for (int t = 0; t < nq; t++)
+        ops->mix(s->half, e + t, 1, values, d, from[t], MAX(from[t], all_from), out + t);
+    ops->mix(s->half, e, nq, values, d, all_from, all_to, out);
+    for (int t = 0; t < nq; t++) {
+        ops->mix(s->half, e + t, 1, values, d, MAX(from[t], all_to), to[t], out + t);
+        for (int i = 0; i < d; i++) out[t][i] /= z[t];
+    }
+}
+
+static void layer_attention(const Pass *p, Worker *w, const Layer *l) {
+    Session *s = p->s;
+    int dim = s->model->config.dim, q_dim = l->n_heads * l->head_size;
+    int kv_dim = l->n_kv_heads * l->head_size;
+    Acts a = acts_at(s->acts, p->n, dim), att = acts_at(s->acts, p->n, q_dim);
+    for (long i; (i = team_take(w->team)) < p->n;) row_to_acts(s, &a, (int)i, (int)i, l->attn_norm);
+    team_wait(w->team);
+
+    matmul(w, &a,
+           (Product[]){{&l->wq, s->q, q_dim, 0, p->n}, {&l->wk, s->k, kv_dim, 0, p->n},
+                       {&l->wv, s->v, kv_dim, 0, p->n}}, 3);
+
+    for (long i; (i = team_take(w->team)) < p->n;) attention_row(s, l, (int)i);
+    team_wait(w->team);
+
+    int tiles = (p->n * (l->n_heads / l->n_kv_heads) + QUERY_TILE - 1) / QUERY_TILE;
+    for (long i; (i = team_take(w->team)) < (long)tiles * l->n_kv_heads;)
+        attention_tile(p, w, l, &att, (int)(i % l->n_kv_heads),
+                       tiles - 1 - (int)(i / l->n_kv_heads));
+    team_wait(w->team);
+    for (long i; (i = team_take(w->team)) < p->n;) acts_quantise(s->team.isa, &att, (int)i);
+    team_wait(w->team);
+
+    matmul(w, &att, (Product[]){{&l->wo, s->branch, dim, 0, p->n}}, 1);
+}
+
+// ---- feed-forward: w2 (act(w1 h) * w3 h)
+static void ffn_dense(const Pass *p, Worker *w, const Layer *l, const Acts *a) {
+    Session *s = p->s;
+    int dim = s->model->config.dim, hidden = l->hidden_dim;
+    Acts h = acts_at(s->pair_acts, p->n, hidden);
+    matmul(w, a, (Product[]){{&l->w1, s->h1, hidden, 0, p->n},
+                              {&l->w3, s->h3, hidden, 0, p->n}}, 2);
+    for (long i; (i = team_take(w->team)) < p->n;) {
+        float *gate = s->h1 + i * hidden, *up = s->h3 + i * hidden;
+        row_add(gate, l->b1, hidden), row_add(up, l->b3, hidden);
+        row_gate(s, h.x + i * h.ldx, gate, up, hidden);
+        acts_quantise(s->team.isa, &h, (int)i);
+    }
+    team_wait(w->team);
+    matmul(w, &h, (Product[]){{&l->w2, s->branch, dim, 0, p->n}}, 1);
+}
+
+// Softmax over the router's logits; the n_used largest, the lower index among equals.
+static void experts_choose(const Session *s, const Layer *l, int row) {
+    const Config *c = &s->model->config;
+    const VecOps *ops = &vec_ops[s->team.isa];
+    int n = l->n_experts, *chosen = s->chosen + row * c->n_used;
+    float *p = s->route + (int64_t)row * n, *share = s->share + row * c->n_used, sum = 0;
+    row_add(p, l->router_bias, n);
+    float all = ops->exps(p, 0, n, ops->row_max(p, 0, n));
+    for (int k = 0; k < c->n_used; k++) {
+        int best = 0;
+        for (int e = 1; e < n; e++) if (p[e] > p[best]) best = e;
+        chosen[k] = best, share[k] = p[best], sum += p[best];
+        p[best] = -1;                   // a NaN model may choose one twice, which is harmless
+    }
+    for (int k = 0; k < c->n_used; k++) share[k] /= c->weights_sum_1 ? sum : all;
+}
+
+// Pairs in order of their experts, so that an expert meets its rows as one batch.
+static void experts_sort(const Session *s, const Layer *l, int rows) {
+    int n = rows * s->model->config.n_used, at = 0;
+    for (int e = 0; e < l->n_experts; e++) {
+        for (int i = 0; i < n; i++) if (s->chosen[i] == e) s->place[i] = at++;
+        s->expert_end[e] = at;
+    }
+}
+
+// One matrix of each expert in use, as a list of products; `all` holds those of all experts.
+static void experts_matmul(const Session *s, Worker *w, const Layer *l, const Acts *a,
+                           const Tensor *const *all, float *const *y, int count) {
+    Tensor matrix[2 * MAX_EXPERTS];
+    Product list[2 * MAX_EXPERTS];
+    int n = 0;
+    for (int e = 0; e < l->n_experts; e++) {
+        int first = e ? s->expert_end[e - 1] : 0;
+        for (int i = 0; i < count && first < s->expert_end[e]; i++, n++) {
+            Tensor *t = &matrix[n];
+            *t = *all[i], t->rows /= l->n_experts;
+            t->data += (size_t)(e * t->rows) * t->stride;
+            list[n] =
+                (Product){t, y[i] + first * t->rows, t->rows, first, s->expert_end[e] - first};
+        }
+    }
+    matmul(w, a, list, n);
+}
+
+// Adds to the branch the sum over a row's experts of share * expert(row), in order of choice.
+static void ffn_experts(const Pass *p, Worker *w, const Layer *l, const Acts *a) {
+    Session *s = p->s;
+    const Config *c = &s->model->config;
+    int dim = c->dim, hidden = l->expert_dim, pairs = p->n * c->n_used;
+    Acts in = acts_at(s->pair_acts, pairs, dim), h = acts_at(s->pair_acts, pairs, hidden);
+    matmul(w, a, (Product[]){{&l->router, s->route, l->n_experts, 0, p->n}}, 1);
+    for (long i; (i = team_take(w->team)) < p->n;) experts_choose(s, l, (int)i);
+    team_wait(w->team);
+    if (w->rank == 0) experts_sort(s, l, p->n);
+    team_wait(w->team);
+    for (long i; (i = team_take(w->team)) < pairs;)
+        acts_copy(&in, s->place[i], a, (int)i / c->n_used);
+    team_wait(w->team);
+    experts_matmul(s, w, l, &in, (const Tensor *[]){&l->e1, &l->e3}, (float *[]){s->h1, s->h3}, 2);
+    for (long i; (i = team_take(w->team)) < pairs;) {
+        int64_t at = s->place[i], e = s->chosen[i];
+        float *gate = s->h1 + at * hidden, *up = s->h3 + at * hidden;
+        if (l->be1) row_add(gate, l->be1 + e * hidden, hidden);
+        if (l->be3) row_add(up, l->be3 + e * hidden, hidden);
+        row_gate(s, h.x + at * h.ldx, gate, up, hidden);
+        acts_quantise(s->team.isa, &h, (int)at);
+    }
+    team_wait(w->team);
+    experts_matmul(s, w, l, &h, (const Tensor *[]){&l->e2}, (float *[]){s->expert_out}, 1);
+    for (long i; (i = team_take(w->team)) < p->n;) {
+        float *branch = s->branch + i * dim, shared = 0;
+        if (l->shared_gate) {           // the sigmoid of its product with the row
+            const float *x = a->x + i * a->ldx;
+            for (int k = 0; k < dim; k++) shared -= x[k] * l->shared_gate[k];
+            vec_ops[s->team.isa].exps(&shared, 0, 1, 0);
+            shared = 1 / (1 + shared);
+        }
+        for (int k = 0; k < dim; k++) branch[k] = l->hidden_dim ? branch[k] * shared : 0;
+        for (int j = 0; j < c->n_used; j++) {
+            int64_t pair = i * c->n_used + j;
+            float *y = s->expert_out + s->place[pair] * (int64_t)dim;
+            if (l->be2) row_add(y, l->be2 + s->chosen[pair] * (int64_t)dim, dim);
+            for (int k = 0; k < dim; k++) branch[k] += s->share[pair] * y[k];
+        }
+    }
+    team_wait(w->team);
+}
+
+static void layer_ffn(const Pass *p, Worker *w, const Layer *l) {
+    Session *s = p->s;
+    Acts a = acts_at(s->acts, p->n, s->model->config.dim);
+    for (long i; (i = team_take(w->team)) < p->n;) {
+        row_join(s, (int)i, l->bo, l->attn_post);
+        row_to_acts(s, &a, (int)i, (int)i, l->ffn_norm);
+    }
+    team_wait(w->team);
+    if (l->hidden_dim) ffn_dense(p, w, l, &a);
+    if (l->n_experts) ffn_experts(p, w, l, &a);
+    for (long i; (i = team_take(w->team)) < p->n;) row_join(s, (int)i, l->b2, l->ffn_post);
+    team_wait(w->team);
+}
+
+static void forward_worker(void *arg, int rank) {
+    const Pass *p = arg;
+    Session *s = p->s;
+    Worker *w = &s->worker[rank];
+    const Model *m = s->model;
+    int dim = m->config.dim;
+    for (long i; (i = team_take(w->team)) < p->n;) {
+        tensor_row(&m->embedding, s->rows[i].token, s->x + i * dim);
+        for (int k = 0; k < dim; k++) s->x[i * dim + k] *= m->config.embed_scale;
+        rope_angles(s, (int)i);
+    }
+    team_wait(w->team);
+    for (int l = 0; l < m->config.n_layers; l++) {
+        layer_attention(p, w, &m->layers[l]);
+        layer_ffn(p, w, &m->layers[l]);
+        if (s->trace && rank == 0)
+            memcpy(s->trace + (int64_t)l * s->chunk * dim, s->x,
+                   sizeof(float) * (size_t)(p->n * dim));
+    }
+    int n = p->want == WANT_ALL ? p->n : p->want == WANT_LAST;
+    if (!n) return;
+    Acts a = acts_at(s->acts, n, dim);
+    for (long i; (i = team_take(w->team)) < n;)
+        row_to_acts(s, &a, (int)i, p->n - n + (int)i, m->output_norm);
+    team_wait(w->team);
+    int64_t vocab = m->config.vocab_size;
+    matmul(w, &a, (Product[]){{&m->output, s->logits, vocab, 0, n}}, 1);
+    if (m->config.logit_divisor == 1 && !m->config.logit_cap) return;
+    for (long i; (i = team_take(w->team)) < n;) {
+        float *logits = s->logits + i * vocab;
+        for (int64_t k = 0; k < vocab; k++) logits[k] /= m->config.logit_divisor;
+        row_cap(s, logits, 0, vocab, m->config.logit_cap);
+    }
+}
+
+// One pass over s->rows[0 .. n), 1 <= n <= chunk: their keys and values enter the cache. Gives the
+// logits of the rows wanted, (1 or n, vocab_size), or NULL; WANT_ALL needs logit_rows >= n.
+static float *forward(Session *s, int n, int want) {
+    assert(n >= 1 && n <= s->chunk && (want != WANT_ALL || n <= s->logit_rows));
+    Pass pass = {s, n, want};
+    team_run(&s->team, forward_worker, &pass);
+    return want == WANT_NONE ? NULL : s->logits;
 }
 /* ------------------------------------------------------------------------------------------------
  * Chapter 7. Letters
@@ -2141,7 +3626,7 @@ static void re_cut(const char *const *patterns, const Letter *text, int n, uint8
     "[^\\r\\n\\p{L}\\p{N}]?" RE_UPPER "+" RE_LOWER "*" endings "|" \
     numbers "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|" RE_SPACES
 
-typedef struct {
+typedef struct Pretok {
     const char *names;           // values of tokenizer.ggml.pre, separated by spaces
     bool ignore_merges;          // a word that is a token is taken whole
     bool add_bos;                // unless the file says otherwise
@@ -2218,30 +3703,6 @@ static void ids_add(Ids *ids, int id) {
 enum { TYPE_NORMAL = 1, TYPE_UNKNOWN, TYPE_CONTROL, TYPE_USER, TYPE_UNUSED, TYPE_BYTE };
 enum { NO_TOKEN = -1 };
 #define TOK_BAR "\xE2\x96\x81" // U+2581: a space in SentencePiece's texts
-
-typedef struct { int32_t next; uint32_t left; } Merge; // left: bytes of the left part; index = rank
-
-typedef struct {
-    enum { VOCAB_NONE, VOCAB_SPM, VOCAB_BPE } kind;
-    bool bin;                // tokenizer.bin: spaces are spaces, every token prints its text
-    int size;
-    Span *text;              // [size] as in the file
-    uint8_t *type;           // [size] TYPE_
-    float *score;            // [size] SPM only
-    Map index;               // text -> id; of equal texts the first
-    Merge *merge;            // [n_merges] BPE only; the ways to make one token form a list
-    int32_t *merge_of;       // [size] its first element, or -1
-    int byte_id[256];        // SPM: the token "<0xHH>" of a byte, or NO_TOKEN
-    bool glue[256];          // SPM: bytes that stand before a space within some token
-    const Pretok *pre;       // BPE
-    uint8_t *uni;            // classes of letters, for `pre`
-    uint8_t longest[256];    // special tokens (control, unknown, user-defined) by first byte: bytes
-    bool special_length[256]; // lengths they have; those of 256 bytes and more are never found
-    int bos, eos, unk;       // or NO_TOKEN
-    bool add_bos, add_eos, space_prefix;
-    bool strip_after;        // Phi-3: white space after special tokens is dropped
-    bool *stop;              // [size] ends a reply
-} Vocab;
 
 static int tok_find(const Vocab *v, Span text) { // by its text in the file
     return v->size ? (int)map_find(&v->index, v->text, text) : NO_TOKEN;
@@ -2397,77 +3858,73 @@ static void vocab_specials(Vocab *v) {
     }
 }
 
-// What a GGUF file says about its tokenizer, located but not yet believed.
-typedef struct {
-    Span model, pre;               // tokenizer.ggml.model and .pre; n = 0: absent
-    Reader tokens, merges;         // at the first string of the array
-    Reader scores, types;          // at the first number
-    uint64_t n_tokens, n_merges, n_scores, n_types; // 0: absent
-    int score_type, type_type;     // GGUF value types of the numbers (gguf.md, section 2)
-    int64_t bos, eos, unk, eot, eom, fim_pad, fim_rep, fim_sep; // -1: absent
-    int add_bos, add_eos, add_space_prefix;                     // -1: absent
-} VocabFile;
-
-static int vocab_id(const Vocab *v, int64_t id, Str *warnings) { // -1 is absent
+static int vocab_id(const Vocab *v, const Gguf *g, const char *name, int missing, Str *warnings) {
+    char key[64];
+    snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", name);
+    int64_t id = gguf_int(g, key, INT64_MIN, INT64_MAX, -1);
+    if (id == -1) return missing < v->size ? missing : NO_TOKEN;
     if (id >= 0 && id < v->size) return (int)id;
-    if (id != -1)
-        str_printf(warnings, "special token %" PRId64 " is ignored: %d tokens\n", id, v->size);
+    str_printf(warnings, "special token %" PRId64 " is ignored: %d tokens\n", id, v->size);
     return NO_TOKEN;
 }
 
-static void vocab_ids(Vocab *v, const VocabFile *f, Str *warnings) {
+static void vocab_ids(Vocab *v, const Gguf *g, Str *warnings) {
+    static const char *const ends[] = {"eot", "eom", "fim_pad", "fim_rep", "fim_sep"};
     bool spm = v->kind == VOCAB_SPM; // gpt2's built-in ids (11) fit no vocabulary: left out
-    v->bos = vocab_id(v, spm && f->bos == -1 && v->size > 1 ? 1 : f->bos, warnings);
-    v->eos = vocab_id(v, spm && f->eos == -1 && v->size > 2 ? 2 : f->eos, warnings);
-    v->unk = vocab_id(v, spm && f->unk == -1 ? 0 : f->unk, warnings);
-    const int64_t ends[] = {v->eos, f->eot, f->eom, f->fim_pad, f->fim_rep, f->fim_sep};
-    for (int i = 0; i < COUNT(ends); i++) vocab_stop(v, vocab_id(v, ends[i], warnings), true);
+    v->bos = vocab_id(v, g, "bos", spm ? 1 : NO_TOKEN, warnings);
+    v->eos = vocab_id(v, g, "eos", spm ? 2 : NO_TOKEN, warnings);
+    v->unk = vocab_id(v, g, "unknown", spm ? 0 : NO_TOKEN, warnings);
+    vocab_stop(v, v->eos, true);
+    for (int i = 0; i < COUNT(ends); i++)
+        vocab_stop(v, vocab_id(v, g, ends[i], NO_TOKEN, warnings), true);
     vocab_stop(v, v->bos, false);
 }
 
-// `name`: of the file, for messages. Warnings are appended, one line each. Texts stay in the file.
-static void vocab_from_gguf(Vocab *v, const VocabFile *f, const char *name, Str *warnings) {
+// Warnings are appended, one line each. Texts stay in the file.
+static void vocab_from_gguf(Vocab *v, const Gguf *g, Str *warnings) {
+    Reader tokens = *g->r, merges = tokens, scores = tokens, types = tokens;
+    Span model = gguf_string(g, "tokenizer.ggml.model"), pre = gguf_string(g, "tokenizer.ggml.pre");
+    uint64_t n = gguf_array(g, "tokenizer.ggml.tokens", GGUF_STRING, &tokens);
+    uint64_t n_merges = gguf_array(g, "tokenizer.ggml.merges", GGUF_STRING, &merges);
+    uint64_t n_scores = gguf_array(g, "tokenizer.ggml.scores", GGUF_F32, &scores);
+    uint64_t n_types = gguf_array(g, "tokenizer.ggml.token_type", GGUF_I32, &types);
     *v = (Vocab){.bos = NO_TOKEN, .eos = NO_TOKEN, .unk = NO_TOKEN};
-    if (span_is(f->model, "no_vocab") || span_is(f->model, "none") || (!f->model.n && !f->n_tokens))
-        return;
-    v->kind = span_is(f->model, "llama") ? VOCAB_SPM : VOCAB_BPE;
-    if (v->kind == VOCAB_BPE && !span_is(f->model, "gpt2"))
-        die("%s: tokenizer.ggml.model is \"%.*s\", expected llama or gpt2", name, SHOWN(f->model));
-    Reader tokens = f->tokens, scores = f->scores, types = f->types;
-    if (!f->n_tokens || f->n_tokens > MIN(1 << 28, tokens.size / 8) || // lengths have eight bytes
-        f->n_merges > MIN(1 << 30, f->merges.size / 8))
-        die("%s: a vocabulary of %" PRIu64 " tokens and %" PRIu64 " merges in %zu bytes", name,
-            f->n_tokens, f->n_merges, tokens.size);
-    if ((f->n_scores && (f->n_scores != f->n_tokens || f->score_type != 6)) ||
-        (f->n_types && (f->n_types != f->n_tokens || f->type_type != 5)))
-        die("%s: %" PRIu64 " scores of type %d and %" PRIu64 " token types of type %d, expected %"
-            PRIu64 " of type 6 (f32) and 5 (i32)", name, f->n_scores, f->score_type, f->n_types,
-            f->type_type, f->n_tokens);
-    vocab_new(v, (int)f->n_tokens);
+    if (span_is(model, "no_vocab") || span_is(model, "none") || (!model.n && !n)) return;
+    v->kind = span_is(model, "llama") ? VOCAB_SPM : VOCAB_BPE;
+    if (v->kind == VOCAB_BPE && !span_is(model, "gpt2"))
+        die("%s: tokenizer.ggml.model is \"%.*s\", expected llama or gpt2", g->r->name,
+            SHOWN(model));
+    if (!n || n > 1 << 28 || n_merges > 1 << 30 || (n_scores && n_scores != n)
+        || (n_types && n_types != n))
+        die("%s: a vocabulary of %" PRIu64 " tokens, %" PRIu64 " merges, %" PRIu64
+            " scores, %" PRIu64 " token types",
+            g->r->name, n, n_merges, n_scores, n_types);
+    vocab_new(v, (int)n);
     for (int id = 0; id < v->size; id++) {
         v->text[id] = rd_string(&tokens);
-        uint32_t type = f->n_types ? (uint32_t)rd_uint(&types, 4) : TYPE_NORMAL;
+        uint32_t type = n_types ? (uint32_t)rd_uint(&types, 4) : TYPE_NORMAL;
         v->type[id] = type && type < TYPE_BYTE ? (uint8_t)type : TYPE_NORMAL; // see vocab_index
-        const uint8_t *score = f->n_scores ? rd_bytes(&scores, 4) : NULL;
+        const uint8_t *score = n_scores ? rd_bytes(&scores, 4) : NULL;
         if (score && v->score) v->score[id] = f32_at(score);
     }
     rd_check(&tokens), rd_check(&types), rd_check(&scores);
     vocab_index(v);
-    vocab_ids(v, f, warnings);
+    vocab_ids(v, g, warnings);
     vocab_stops(v);
     vocab_specials(v);
     if (v->kind == VOCAB_SPM) vocab_repair_scores(v);
     else {
-        vocab_read_merges(v, f->merges, f->n_merges);
-        v->pre = pretok_find(f->pre), v->uni = uni_new();
-        if (!v->pre && (f->pre.n || f->n_merges))
+        vocab_read_merges(v, merges, n_merges);
+        v->pre = pretok_find(pre), v->uni = uni_new();
+        if (!v->pre && (pre.n || n_merges))
             str_printf(warnings, "pre-tokenizer \"%.*s\" is unknown: \"default\" is used instead, "
-                       "many texts may get wrong ids\n", SHOWN(f->pre));
+                       "many texts may get wrong ids\n", SHOWN(pre));
         if (!v->pre) v->pre = &pretok[0];
     }
-    v->add_bos = f->add_bos >= 0 ? f->add_bos : !v->pre || v->pre->add_bos;
-    v->add_eos = f->add_eos > 0;
-    v->space_prefix = v->kind == VOCAB_SPM && f->add_space_prefix != 0;
+    int add_bos = gguf_bool(g, "tokenizer.ggml.add_bos_token");
+    v->add_bos = add_bos >= 0 ? add_bos : !v->pre || v->pre->add_bos;
+    v->add_eos = gguf_bool(g, "tokenizer.ggml.add_eos_token") > 0;
+    v->space_prefix = v->kind == VOCAB_SPM && gguf_bool(g, "tokenizer.ggml.add_space_prefix") != 0;
     v->strip_after = v->kind == VOCAB_SPM && tok_find_text(v, "<|placeholder1|>") >= 0; // Phi-3
 }
 
@@ -2789,1070 +4246,6 @@ static Span stream_push(Stream *s, Span bytes) {
 static Span stream_flush(Stream *s) { return stream_take(s, true); } // the rest, at the end
 static void stream_free(Stream *s) { str_free(&s->raw), str_free(&s->held); }
 /* ------------------------------------------------------------------------------------------------
- * Chapter 4. Anatomy of a model
- *
- * A model is knobs, tensors and rules. The knobs (sizes, epsilon, rope base) are numbers of the
- * file. The tensors say which parts exist: a missing bias is zero, a missing output matrix means
- * that the embedding serves for it. What a file cannot say stands in one row of archs[]. A layer
- * describes itself: its kind, heads, window, rope table and place in the cache are data that the
- * forward pass looks up, so that layers of one model may differ. Shapes are written (rows,
- * columns), rows first; a matrix of shape (out, in) maps in numbers to out.
- */
-enum { ROPE_PAIRS, ROPE_HALVES }; // what turns together: elements 2i and 2i+1, or i and i + n/2
-
-/* To add an architecture: one row here with what its files leave unsaid; if it brings a mechanism
- * that no row has yet, one knob in Config or Layer, filled in chapter 5, and one branch in chapter
- * 6; then a tiny reference model in tests/make.py. */
-typedef struct {
-    const char *name;                   // general.architecture of a GGUF
-    int rope;                           // which elements of a head turn together
-} Arch;
-
-static const Arch archs[] = {
-    {"llama", ROPE_PAIRS},              // Llama 1 to 3.x, TinyLlama, SmolLM2, Mistral; .bin files
-};
-
-typedef struct { // rotary position table: angle of pair i at p is p * inv_freq[i]
-    int n_rot;                          // how many elements of a head turn; the rest is copied
-    double *inv_freq;                   // (n_rot / 2)
-} Rope;
-
-enum { MAX_ROPES = 1 };                 // tables a model may have
-
-typedef struct {
-    const Arch *arch;
-    int dim;                            // width of the residual stream
-    int n_layers;
-    int n_heads, n_kv_heads, head_size; // defaults of the layers
-    int hidden_dim;                     // width of the feed-forward part
-    int seq_len;                        // positions the model was trained for
-    int vocab_size;                     // rows of the embedding; may exceed the tokenizer's entries
-    float norm_eps;
-    Rope rope[MAX_ROPES];
-} Config;
-
-enum { LAYER_ATTENTION }; // kinds; layers with a recurrent state come as further kinds
-
-typedef struct {
-    int kind;
-    int n_heads, n_kv_heads, head_size;
-    int hidden_dim;
-    int window;                         // keys a query sees, itself included; 0: all before it
-    int rope;                           // index of its rope table, -1: none
-    int slot;                           // which part of the cache it writes and reads
-    float score_scale;                  // of query times key
-    float *attn_norm, *ffn_norm;        // (dim)
-    Tensor wq;                          // (n_heads * head_size, dim)
-    Tensor wk, wv;                      // (n_kv_heads * head_size, dim)
-    Tensor wo;                          // (dim, n_heads * head_size)
-    Tensor w1, w3;                      // (hidden_dim, dim): gate_proj and up_proj
-    Tensor w2;                          // (dim, hidden_dim): down_proj
-    float *bq, *bk, *bv, *bo;           // biases of wq ... w2, NULL where there are none
-    float *b1, *b3, *b2;
-} Layer;
-
-typedef struct Gguf Gguf;               // keys and tensor table of a GGUF, chapter 5
-
-typedef struct {                        // read-only once opened
-    Reader file;
-    Gguf *gguf;                         // NULL: llama2.c's .bin
-    int version;                        // of the container
-    Config config;
-    Layer *layers;
-    Tensor embedding;                   // (vocab_size, dim)
-    Tensor output;                      // (vocab_size, dim); the embedding again when tied
-    bool tied;
-    float *output_norm;                 // (dim)
-    Vocab vocab;
-    Span chat_template;                 // as the file has it; empty where it has none
-    int64_t weight_bytes;               // what one decoded token reads
-    bool all_f32;                       // no matrix is of a smaller type
-    Str warnings;                       // lines for stderr, printed unless -q
-} Model;
-
-static const Arch *arch_find(Span name) {
-    for (int i = 0; i < COUNT(archs); i++)
-        if (span_is(name, archs[i].name)) return &archs[i];
-    return NULL;
-}
-/* ------------------------------------------------------------------------------------------------
- * Chapter 5. Opening files
- *
- * Nothing in a file is believed. Headers are read through Reader; a count is compared with the
- * bytes that are left before anything is sized by it; sizes are multiplied only after each factor
- * was bounded; the shape of every tensor is compared with what the sizes imply before a pointer to
- * it exists. Weights stay where they are in the mapped file; only the short vectors (norms, biases)
- * are copied out, as float. Both kinds of file fill the same Model through the same table of parts.
- *
- *   .bin v0   7 x i32: dim hidden layers heads kv_heads +-vocab seq_len, then f32 tensors, by kind
- *   .bin v1   u32 magic, i32 version, the 7 x i32, u8 shared, zeros to 256, f32 tensors
- *   .bin v2   as v1 with i32 group after shared; norms f32, matrices int8 and a f32 scale a group
- *   GGUF      "GGUF", u32 version, u64 tensors, u64 pairs
- *             pairs: string key, u32 type, value      strings: u64 length, bytes
- *             tensors: string name, u32 n, n x u64 dims (columns first), u32 type, u64 offset
- *             padding to the alignment, data
- */
-enum {
-    MAX_DIM = 1 << 20, MAX_LAYERS = 1 << 14, MAX_VOCAB = 1 << 24, MAX_POSITIONS = INT_MAX - 64,
-    MAX_KEYS = 1 << 16, MAX_TENSORS = 1 << 18,
-};
-
-// ---- the parts of a layer, the same in every kind of file
-enum { NO_DIM, DIM, Q_DIM, KV_DIM, HIDDEN }; // what a part's sizes follow
-
-typedef struct {
-    const char *name;                   // in a GGUF: blk.N.NAME
-    size_t at; // place in Layer: a Tensor, or a float * where rows is NO_DIM
-    int rows, cols;
-    bool optional;
-} Part;
-
-#define PART_MATRIX(name, field, rows, cols) {name, offsetof(Layer, field), rows, cols, false}
-#define PART_VECTOR(name, field, cols, optional)                                                   \
-    {name, offsetof(Layer, field), NO_DIM, cols, optional}
-enum { ATTN_NORM, WQ, WK, WV, WO, FFN_NORM, W1, W2, W3 }; // the order of .bin v0
-
-/* To add a part: a field in Layer, a row here, its use in chapter 6. */
-static const Part parts[] = {
-    [ATTN_NORM] = PART_VECTOR("attn_norm.weight", attn_norm, DIM, false),
-    [WQ] = PART_MATRIX("attn_q.weight", wq, Q_DIM, DIM),
-    [WK] = PART_MATRIX("attn_k.weight", wk, KV_DIM, DIM),
-    [WV] = PART_MATRIX("attn_v.weight", wv, KV_DIM, DIM),
-    [WO] = PART_MATRIX("attn_output.weight", wo, DIM, Q_DIM),
-    [FFN_NORM] = PART_VECTOR("ffn_norm.weight", ffn_norm, DIM, false),
-    [W1] = PART_MATRIX("ffn_gate.weight", w1, HIDDEN, DIM),
-    [W2] = PART_MATRIX("ffn_down.weight", w2, DIM, HIDDEN),
-    [W3] = PART_MATRIX("ffn_up.weight", w3, HIDDEN, DIM),
-    PART_VECTOR("attn_q.bias", bq, Q_DIM, true), PART_VECTOR("attn_k.bias", bk, KV_DIM, true),
-    PART_VECTOR("attn_v.bias", bv, KV_DIM, true), PART_VECTOR("attn_output.bias", bo, DIM, true),
-    PART_VECTOR("ffn_gate.bias", b1, HIDDEN, true), PART_VECTOR("ffn_down.bias", b2, DIM, true),
-    PART_VECTOR("ffn_up.bias", b3, HIDDEN, true),
-};
-
-static int64_t part_size(const Layer *l, int dim, int what) {
-    switch (what) {
-    case DIM: return dim;
-    case Q_DIM: return (int64_t)l->n_heads * l->head_size;
-    case KV_DIM: return (int64_t)l->n_kv_heads * l->head_size;
-    case HIDDEN: return l->hidden_dim;
-    }
-    return 1;
-}
-
-// A copy of a one-row tensor as floats, (cols).
-static float *vector_copy(const Tensor *t) {
-    float *v = xalloc((size_t)t->cols, sizeof *v);
-    tensor_row(t, 0, v);
-    return v;
-}
-
-static void part_set(Layer *l, const Part *p, const Tensor *t) {
-    char *field = (char *)l + p->at;
-    if (p->rows == NO_DIM) *(float **)field = vector_copy(t);
-    else *(Tensor *)field = *t;
-}
-
-// Layers that are all alike, as the sizes in Config say.
-static void layers_init(Model *m, int count) {
-    const Config *c = &m->config;
-    m->layers = xalloc((size_t)count, sizeof *m->layers);
-    for (int i = 0; i < count; i++)
-        m->layers[i] = (Layer){
-            .kind = LAYER_ATTENTION, .n_heads = c->n_heads, .n_kv_heads = c->n_kv_heads,
-            .head_size = c->head_size, .hidden_dim = c->hidden_dim, .slot = i,
-            .score_scale = 1.0f / sqrtf((float)c->head_size),
-        };
-}
-
-static void rope_init(Rope *r, int n_rot, double base, double factor) {
-    r->n_rot = n_rot;
-    r->inv_freq = xalloc((size_t)n_rot / 2 + 1, sizeof *r->inv_freq);
-    for (int i = 0; i < n_rot / 2; i++) r->inv_freq[i] = pow(base, -2.0 * i / n_rot) / factor;
-}
-
-// ---- llama2.c's .bin
-enum { TYPE_F32 = 0, TYPE_BIN_FLAT = 1000, TYPE_BIN_BLOCKS = 1001 };
-static const uint8_t bin_magic[4] = {0x32, 0x34, 0x6b, 0x61}; // 0x616b3432, "ak42" to its author
-
-typedef struct {                        // walks the tensors of a .bin, which have no names
-    Reader *r;
-    int version, group;
-} BinCursor;
-
-static Tensor bin_tensor(BinCursor *b, int64_t rows, int64_t cols, bool quantised) {
-    uint64_t count = (uint64_t)rows * (uint64_t)cols;
-    Tensor t = {.rows = rows, .cols = cols};
-    if (!quantised) {
-        t.format = format_of(TYPE_F32), t.stride = (size_t)cols * 4;
-        t.data = rd_bytes(b->r, count * 4);
-        return t;
-    }
-    bool aligned = cols % b->group == 0 && b->group % 32 == 0;
-    t.format = format_of(aligned ? TYPE_BIN_BLOCKS : TYPE_BIN_FLAT);
-    t.stride = (size_t)cols, t.group = b->group;
-    t.data = rd_bytes(b->r, count);
-    t.scales = rd_bytes(b->r, count / (uint64_t)b->group * 4);
-    return t;
-}
-
-// One kind of tensor for all layers, one after another.
-static void bin_layers(Model *m, BinCursor *b, int part) {
-    for (int i = 0; i < m->config.n_layers; i++) {
-        const Part *p = &parts[part];
-        Layer *l = &m->layers[i];
-        int64_t rows = part_size(l, m->config.dim, p->rows),
-                cols = part_size(l, m->config.dim, p->cols);
-        Tensor t = bin_tensor(b, rows, cols, b->version == 2 && p->rows != NO_DIM);
-        if (t.data) part_set(l, p, &t);
-    }
-}
-
-static int bin_int(Reader *r, const char *field, int64_t low, int64_t high) {
-    int32_t v = rd_i32(r);
-    rd_check(r);
-    if (v < low || v > high)
-        rd_die(r, r->at - 4,
-               "%s is %d, expected %" PRId64 " to %" PRId64 " (is it a llama2.c model?)", field, v,
-               low, high);
-    return v;
-}
-
-static bool bin_header(Model *m, Reader *r, BinCursor *b) { // gives: is the classifier shared
-    Config *c = &m->config;
-    c->dim = bin_int(r, "dim", 1, MAX_DIM);
-    c->hidden_dim = bin_int(r, "hidden_dim", 1, MAX_DIM);
-    c->n_layers = bin_int(r, "n_layers", 1, MAX_LAYERS);
-    c->n_heads = bin_int(r, "n_heads", 1, c->dim);
-    if (c->dim % c->n_heads || c->dim / c->n_heads % 2)
-        rd_die(r, r->at - 4, "n_heads is %d, expected to cut dim %d into even heads", c->n_heads,
-               c->dim);
-    c->n_kv_heads = bin_int(r, "n_kv_heads", 1, c->n_heads);
-    if (c->n_heads % c->n_kv_heads)
-        rd_die(r, r->at - 4, "n_kv_heads is %d, expected a divisor of %d", c->n_kv_heads,
-               c->n_heads);
-    int vocab = bin_int(r, "vocab_size", b->version ? 1 : -MAX_VOCAB, MAX_VOCAB);
-    if (!vocab) rd_die(r, r->at - 4, "vocab_size is 0");
-    c->vocab_size = abs(vocab);
-    c->seq_len = bin_int(r, "seq_len", 1, MAX_POSITIONS);
-    c->head_size = c->dim / c->n_heads;
-    c->norm_eps = 1e-5f;                // llama2.c's constant; no version of the file states it
-    if (!b->version) return vocab > 0;
-    bool shared = rd_uint(r, 1) != 0;
-    if (b->version == 2) {
-        b->group = bin_int(r, "group_size", 1, MAX_DIM);
-        const int64_t rows[] = {c->vocab_size, c->dim, c->n_kv_heads * c->head_size, c->hidden_dim};
-        for (int i = 0; i < COUNT(rows); i++)
-            if (rows[i] * c->dim % b->group)
-                rd_die(r, r->at - 4, "group_size %d does not divide a matrix of %" PRId64 " x %d",
-                       b->group, rows[i], c->dim);
-    }
-    r->at = 256;
-    if (r->at > r->size) rd_die(r, r->size, "the file ends in its header of 256 bytes");
-    return shared;
-}
-
-// What the header promises, in bytes; no product here can pass 2^63: see the bounds above.
-static double bin_size(const Config *c, const BinCursor *b, bool shared) {
-    double dim = c->dim, kv = (double)c->n_kv_heads * c->head_size, layers = c->n_layers;
-    double norms = (2 * layers + 1) * dim, embedding = (double)c->vocab_size * dim;
-    double matrices = layers * dim * (2.0 * dim + 2 * kv + 3.0 * c->hidden_dim)
-                      + embedding * (shared ? 1 : 2);
-    if (b->version == 2) return 256 + 4 * norms + matrices + 4 * (matrices / b->group);
-    double freq = b->version ? 0 : (double)c->seq_len * c->head_size;
-    return (b->version ? 256 : 28) + 4 * (norms + matrices + freq);
-}
-
-static void bin_open(Model *m) {
-    Reader *r = &m->file;
-    Config *c = &m->config;
-    BinCursor b = {.r = r};
-    if (r->size >= 8 && !memcmp(r->base, bin_magic, 4)) {
-        r->at = 4;
-        b.version = rd_i32(r);
-        if (b.version != 1 && b.version != 2)
-            rd_die(r, 4, ".bin version %d, expected 1 or 2 (version 0 has no magic)", b.version);
-    }
-    m->version = b.version;
-    bool shared = bin_header(m, r, &b);
-    double size = bin_size(c, &b, shared);
-    if ((double)r->size != size)
-        die("%s: %zu bytes, expected %.0f for dim %d, hidden_dim %d, n_layers %d, vocab_size %d, "
-            "seq_len %d%s",
-            r->name, r->size, size, c->dim, c->hidden_dim, c->n_layers, c->vocab_size, c->seq_len,
-            b.version == 2 ? ", int8" : "");
-    c->arch = &archs[0];
-    layers_init(m, c->n_layers);
-    rope_init(&c->rope[0], c->head_size, 10000.0, 1.0);
-    Tensor norm;
-    if (b.version == 0) {
-        m->embedding = bin_tensor(&b, c->vocab_size, c->dim, false);
-        for (int part = ATTN_NORM; part <= W3; part++) bin_layers(m, &b, part);
-        norm = bin_tensor(&b, 1, c->dim, false);
-        rd_bytes(r, (uint64_t)c->seq_len * (uint64_t)c->head_size * 4); // cos and sin, not used
-    } else {
-        bin_layers(m, &b, ATTN_NORM), bin_layers(m, &b, FFN_NORM);
-        norm = bin_tensor(&b, 1, c->dim, false);
-        m->embedding = bin_tensor(&b, c->vocab_size, c->dim, b.version == 2);
-        for (int part = WQ; part <= W3; part++)
-            if (part != FFN_NORM) bin_layers(m, &b, part);
-    }
-    m->tied = shared;
-    m->output = shared ? m->embedding : bin_tensor(&b, c->vocab_size, c->dim, b.version == 2);
-    rd_check(r);
-    m->output_norm = vector_copy(&norm);
-}
-
-// ---- GGUF: pairs and tensor table
-enum { GGUF_U8, GGUF_I8, GGUF_U16, GGUF_I16, GGUF_U32, GGUF_I32, GGUF_F32, GGUF_BOOL, GGUF_STRING,
-       GGUF_ARRAY, GGUF_U64, GGUF_I64, GGUF_F64, GGUF_TYPES };
-static const uint8_t gguf_sizes[GGUF_TYPES] = {1, 1, 2, 2, 4, 4, 4, 1, 8, 12, 8, 8, 8}; // at least
-
-typedef struct {
-    uint32_t type;                      // of the value, or of the elements of an array
-    bool array;
-    uint64_t count;                     // elements; 1 for a scalar
-    size_t at;                          // where the first one starts
-} GgufValue;
-
-typedef struct {
-    uint32_t type, n_dims;
-    uint64_t dims[4], offset, bytes;
-    bool used;
-} GgufTensor;
-
-struct Gguf {
-    Reader *r;
-    int n_keys, n_tensors;
-    Span *keys, *names;
-    GgufValue *values;
-    GgufTensor *tensors;
-    Map key_map, name_map;
-    uint64_t alignment;
-    size_t data;                        // where the tensors' bytes start
-};
-
-// Moves past the value of `key`, whose type was just read.
-static void gguf_skip(Reader *r, Span key, GgufValue *v) {
-    v->count = 1;
-    if (v->type == GGUF_ARRAY) {
-        v->array = true;
-        v->type = (uint32_t)rd_uint(r, 4), v->count = rd_uint(r, 8);
-    }
-    rd_check(r);
-    if (v->type >= GGUF_TYPES || (v->array && v->type == GGUF_ARRAY))
-        rd_die(r, r->at, "key %.*s: %s of type %u, expected 0 to 12 and no array of arrays",
-               SHOWN(key), v->array ? "elements" : "a value", v->type);
-    if (v->count > (r->size - r->at) / gguf_sizes[v->type])
-        rd_die(r, r->at, "key %.*s: %" PRIu64 " elements, but only %zu bytes follow", SHOWN(key),
-               v->count, r->size - r->at);
-    v->at = r->at;
-    if (v->type != GGUF_STRING) rd_bytes(r, v->count * gguf_sizes[v->type]);
-    else for (uint64_t i = 0; i < v->count && !r->error; i++) rd_string(r);
-}
-
-static void gguf_pairs(Gguf *g, uint64_t n) {
-    Reader *r = g->r;
-    if (n > MAX_KEYS || n > (r->size - r->at) / 13)
-        rd_die(r, 16, "%" PRIu64 " metadata pairs, more than the file can hold", n);
-    g->keys = xalloc((size_t)n, sizeof *g->keys), g->values = xalloc((size_t)n, sizeof *g->values);
-    g->key_map = map_new((size_t)n);
-    for (g->n_keys = 0; g->n_keys < (int)n; g->n_keys++) {
-        int i = g->n_keys;
-        size_t at = r->at;
-        g->keys[i] = rd_string(r);
-        g->values[i].type = (uint32_t)rd_uint(r, 4);
-        gguf_skip(r, g->keys[i], &g->values[i]);
-        rd_check(r);
-        if (!g->keys[i].n) rd_die(r, at, "a metadata key without a name");
-        if (map_add(&g->key_map, g->keys, (uint32_t)i) != i)
-            rd_die(r, at, "key %.*s stands twice", SHOWN(g->keys[i]));
-    }
-}
-
-static const GgufValue *gguf_find(const Gguf *g, const char *key) {
-    int64_t i = map_find(&g->key_map, g->keys, (Span){key, strlen(key)});
-    return i < 0 ? NULL : &g->values[i];
-}
-
-_Noreturn static void gguf_wrong(const Gguf *g, const char *key, const char *expected) {
-    const GgufValue *v = gguf_find(g, key);
-    rd_die(g->r, v->at, "key %s (%s%u): expected %s", key, v->array ? "array of type " : "type ",
-           v->type, expected);
-}
-
-// Element i of an integer value of any width; false if the type is not a whole number.
-static bool gguf_element(const Gguf *g, const GgufValue *v, uint64_t i, int64_t *out) {
-    if (v->type > GGUF_I64 || v->type == GGUF_F32 || v->type == GGUF_STRING
-        || v->type == GGUF_ARRAY)
-        return false;
-    int bytes = gguf_sizes[v->type];
-    Reader r = *g->r;
-    r.at = v->at + (size_t)i * (size_t)bytes;
-    uint64_t u = rd_uint(&r, bytes);
-    bool is_signed = v->type == GGUF_I8 || v->type == GGUF_I16 || v->type == GGUF_I32
-                     || v->type == GGUF_I64;
-    if (is_signed && bytes < 8 && u >> (8 * bytes - 1)) u |= ~(uint64_t)0 << (8 * bytes);
-    if (!is_signed && u > INT64_MAX) u = INT64_MAX;
-    *out = (int64_t)u;
-    return true;
-}
-
-// A whole number in low .. high; `missing` if the file has no such key.
-static int64_t gguf_int(const Gguf *g, const char *key, int64_t low, int64_t high,
-                        int64_t missing) {
-    const GgufValue *v = gguf_find(g, key);
-    int64_t n;
-    if (!v) return missing;
-    if (v->array || !gguf_element(g, v, 0, &n)) gguf_wrong(g, key, "a whole number");
-    if (n < low || n > high)
-        rd_die(g->r, v->at, "key %s is %" PRId64 ", expected %" PRId64 " to %" PRId64, key, n, low,
-               high);
-    return n;
-}
-
-static int64_t gguf_need(const Gguf *g, const char *key, int64_t low, int64_t high) {
-    if (!gguf_find(g, key)) die("%s: key %s is missing", g->r->name, key);
-    return gguf_int(g, key, low, high, 0);
-}
-
-// A finite number above zero.
-static double gguf_positive(const Gguf *g, const char *key, double missing) {
-    const GgufValue *v = gguf_find(g, key);
-    double x = 0;
-    if (!v) return missing;
-    if (v->array || (v->type != GGUF_F32 && v->type != GGUF_F64)) gguf_wrong(g, key, "a float");
-    if (v->type == GGUF_F32) x = (double)f32_at(g->r->base + v->at);
-    else memcpy(&x, g->r->base + v->at, 8);
-    if (!(x > 0 && x < 1e30))
-        rd_die(g->r, v->at, "key %s is %g, expected a number above 0", key, x);
-    return x;
-}
-
-static Span gguf_string(const Gguf *g, const char *key) { // empty if missing
-    const GgufValue *v = gguf_find(g, key);
-    if (!v) return (Span){"", 0};
-    if (v->array || v->type != GGUF_STRING) gguf_wrong(g, key, "a string");
-    Reader r = *g->r;
-    r.at = v->at;
-    return rd_string(&r);
-}
-
-static int gguf_bool(const Gguf *g, const char *key) { // -1 if missing
-    const GgufValue *v = gguf_find(g, key);
-    if (!v) return -1;
-    if (v->array || v->type != GGUF_BOOL) gguf_wrong(g, key, "a bool");
-    return g->r->base[v->at] != 0;
-}
-
-static const Format *gguf_format(uint32_t type) { // NULL: not known; ids from 1000 on are our own
-    return type < 1000 ? format_of(type) : NULL;
-}
-
-// Checks and sizes one row of the tensor table; where its bytes lie is checked when all are known.
-static void gguf_tensor_info(Gguf *g, int i) {
-    Reader *r = g->r;
-    GgufTensor *t = &g->tensors[i];
-    size_t at = r->at;
-    g->names[i] = rd_string(r);
-    t->n_dims = (uint32_t)rd_uint(r, 4);
-    if (!r->error && (t->n_dims < 1 || t->n_dims > 4))
-        rd_die(r, at, "tensor %.*s: %u dimensions, expected 1 to 4", SHOWN(g->names[i]), t->n_dims);
-    for (uint32_t d = 0; d < 4; d++) t->dims[d] = d < t->n_dims && !r->error ? rd_uint(r, 8) : 1;
-    t->type = (uint32_t)rd_uint(r, 4), t->offset = rd_uint(r, 8);
-    rd_check(r);
-    if (map_add(&g->name_map, g->names, (uint32_t)i) != i)
-        rd_die(r, at, "tensor %.*s stands twice", SHOWN(g->names[i]));
-    uint64_t count = 1;
-    for (int d = 0; d < 4; d++) {
-        if (t->dims[d] < 1
-            || t->dims[d] > 8 * (uint64_t)r->size / count) // no type takes under a bit
-            rd_die(r, at,
-                   "tensor %.*s: dimension %d is %" PRIu64 ", expected 1 to what %zu bytes hold",
-                   SHOWN(g->names[i]), d, t->dims[d], r->size);
-        count *= t->dims[d];
-    }
-    const Format *f = gguf_format(t->type);
-    if (!f) return;                     // an unknown type is refused where the tensor is used
-    if (t->dims[0] % (uint64_t)f->block)
-        rd_die(r, at, "tensor %.*s: rows of %" PRIu64 ", expected a multiple of %d for %s",
-               SHOWN(g->names[i]), t->dims[0], f->block, f->name);
-    t->bytes = count / (uint64_t)f->block * (uint64_t)f->bytes;
-}
-
-static void gguf_tensors(Gguf *g, uint64_t n) {
-    Reader *r = g->r;
-    if (n > MAX_TENSORS || n > (r->size - r->at) / 32)
-        rd_die(r, 8, "%" PRIu64 " tensors, more than the file can hold", n);
-    g->n_tensors = (int)n;
-    g->names = xalloc((size_t)n, sizeof *g->names);
-    g->tensors = xalloc((size_t)n, sizeof *g->tensors);
-    g->name_map = map_new((size_t)n);
-    for (int i = 0; i < g->n_tensors; i++) gguf_tensor_info(g, i);
-    if (!n) return;
-    uint64_t pad = (g->alignment - r->at % g->alignment) % g->alignment;
-    if (pad > r->size - r->at) rd_die(r, r->size, "the file ends before its tensor data");
-    g->data = r->at + (size_t)pad;
-    uint64_t room = r->size - g->data;
-    for (int i = 0; i < g->n_tensors; i++) {
-        const GgufTensor *t = &g->tensors[i];
-        if (t->offset % g->alignment)
-            rd_die(r, g->data, "tensor %.*s: offset %" PRIu64 " is no multiple of %" PRIu64,
-                   SHOWN(g->names[i]), t->offset, g->alignment);
-        if (t->offset > room || t->bytes > room - t->offset)
-            rd_die(r, g->data,
-                   "tensor %.*s: %" PRIu64 " bytes at offset %" PRIu64 ", but the data "
-                   "has %" PRIu64 " (is the file cut short?)",
-                   SHOWN(g->names[i]), t->bytes, t->offset, room);
-    }
-}
-
-static Gguf *gguf_read(Reader *r) {
-    Gguf *g = xalloc(1, sizeof *g);
-    g->r = r;
-    r->at = 4;
-    uint32_t version = (uint32_t)rd_uint(r, 4);
-    uint64_t n_tensors = rd_uint(r, 8), n_keys = rd_uint(r, 8);
-    if (!r->error && version && !(version & 0xFFFF))
-        rd_die(r, 4, "big-endian; only little-endian GGUF is read");
-    if (!r->error && version != 2 && version != 3)
-        rd_die(r, 4, "GGUF version %u, expected 2 or 3", version);
-    rd_check(r);
-    gguf_pairs(g, n_keys);
-    g->alignment = (uint64_t)gguf_int(g, "general.alignment", 1, 1 << 20, 32);
-    if (g->alignment & (g->alignment - 1)) gguf_wrong(g, "general.alignment", "a power of two");
-    gguf_tensors(g, n_tensors);
-    return g;
-}
-
-static void gguf_free(Gguf *g) {
-    free(g->keys), free(g->values), free(g->names), free(g->tensors);
-    free(g->key_map.slot), free(g->name_map.slot), free(g);
-}
-
-// ---- GGUF: from names to a model
-static bool gguf_tensor(const Gguf *g, const char *name, int64_t rows, int64_t cols, Tensor *out) {
-    int64_t i = map_find(&g->name_map, g->names, (Span){name, strlen(name)});
-    if (i < 0) return false;
-    GgufTensor *t = &g->tensors[i];
-    t->used = true;
-    const Format *f = gguf_format(t->type);
-    size_t at = g->data + (size_t)t->offset;
-    if (!f)
-        rd_die(g->r, at, "tensor %s has weight type %u, which is not known here", name, t->type);
-    if ((int64_t)t->dims[0] != cols || (int64_t)t->dims[1] != rows || t->dims[2] * t->dims[3] != 1)
-        rd_die(g->r, at, "tensor %s is (%" PRIu64 ", %" PRIu64 ", %" PRIu64 "), expected (%" PRId64
-               ", %" PRId64 ")", name, t->dims[0], t->dims[1], t->dims[2] * t->dims[3], cols, rows);
-    *out = (Tensor){.format = f, .data = g->r->base + at, .rows = rows, .cols = cols,
-                    .stride = (size_t)(cols / f->block) * (size_t)f->bytes};
-    return true;
-}
-
-static void gguf_tensor_need(const Gguf *g, const char *name, int64_t rows, int64_t cols,
-                             Tensor *out) {
-    if (!gguf_tensor(g, name, rows, cols, out))
-        die("%s: tensor %s is missing, expected (%" PRId64 ", %" PRId64 ")", g->r->name, name, cols,
-            rows);
-}
-
-static const char *arch_key(char key[static 160], const Gguf *g, const char *name) {
-    Span arch = gguf_string(g, "general.architecture");
-    snprintf(key, 160, "%.*s.%s", SHOWN(arch), name);
-    return key;
-}
-
-static void gguf_config(Model *m, const Gguf *g) {
-    Config *c = &m->config;
-    char key[160];
-    #define KEY(name) arch_key(key, g, name)
-    c->dim = (int)gguf_need(g, KEY("embedding_length"), 1, MAX_DIM);
-    c->n_layers = (int)gguf_need(g, KEY("block_count"), 1, INT_MAX);
-    c->hidden_dim = (int)gguf_need(g, KEY("feed_forward_length"), 1, MAX_DIM);
-    c->seq_len = (int)MIN(gguf_need(g, KEY("context_length"), 1, INT64_MAX), MAX_POSITIONS);
-    c->n_heads = (int)gguf_need(g, KEY("attention.head_count"), 1, c->dim);
-    c->n_kv_heads = (int)gguf_int(g, KEY("attention.head_count_kv"), 1, c->n_heads, c->n_heads);
-    if (c->n_heads % c->n_kv_heads) gguf_wrong(g, key, "a divisor of head_count");
-    if (!gguf_find(g, KEY("attention.key_length")) && c->dim % c->n_heads)
-        die("%s: %d heads do not divide a width of %d", g->r->name, c->n_heads, c->dim);
-    c->head_size = (int)gguf_int(g, key, 1, 1 << 14, c->dim / c->n_heads);
-    gguf_int(g, KEY("attention.value_length"), c->head_size, c->head_size, 0); // the same here
-    if ((int64_t)c->n_heads * c->head_size > MAX_DIM)
-        die("%s: %d heads of %d are wider than %d", g->r->name, c->n_heads, c->head_size, MAX_DIM);
-    c->norm_eps = (float)gguf_positive(g, KEY("attention.layer_norm_rms_epsilon"), 1e-5);
-    int n_rot = (int)gguf_int(g, KEY("rope.dimension_count"), 2, c->head_size, c->head_size);
-    if (n_rot % 2) die("%s: heads of %d (rope %d), expected even", g->r->name, c->head_size, n_rot);
-    double base = gguf_positive(g, KEY("rope.freq_base"), 10000.0);
-    double factor = gguf_positive(g, KEY("rope.scale_linear"), 1); // the old name
-    factor = gguf_positive(g, KEY("rope.scaling.factor"), factor);
-    Span scaling = gguf_string(g, KEY("rope.scaling.type"));
-    if (scaling.n && !span_is(scaling, "none") && !span_is(scaling, "linear"))
-        gguf_wrong(g, key, "none or linear");
-    rope_init(&c->rope[0], n_rot, base, span_is(scaling, "none") ? 1.0 : factor);
-    #undef KEY
-}
-
-// What a file holds beyond the parts known here may matter: fluent and wrong is worse than a
-// warning.
-static void gguf_unused(Model *m, const Gguf *g) {
-    int count = 0, first = 0;
-    for (int i = g->n_tensors; i-- > 0;)
-        if (!g->tensors[i].used) count++, first = i;
-    if (count)
-        str_printf(&m->warnings, "%s: %d tensors are not used, %.*s the first\n", m->file.name,
-                   count, SHOWN(g->names[first]));
-}
-
-// Llama 3.1's scaling comes as one divisor a pair.
-static void gguf_rope_factors(Model *m, const Gguf *g) {
-    Rope *r = &m->config.rope[0];
-    Tensor t;
-    if (!gguf_tensor(g, "rope_freqs.weight", 1, r->n_rot / 2, &t)) return;
-    float *divisor = vector_copy(&t);
-    for (int i = 0; i < r->n_rot / 2; i++) {
-        if (!(divisor[i] >= 1.0f && divisor[i] < 1e30f))
-            die("%s: tensor rope_freqs.weight: element %d is %g, expected 1 or more", g->r->name, i,
-                (double)divisor[i]);
-        r->inv_freq[i] /= (double)divisor[i];
-    }
-    free(divisor);
-}
-
-static void gguf_weights(Model *m, const Gguf *g) {
-    Config *c = &m->config;
-    int64_t i = map_find(&g->name_map, g->names, SPAN("token_embd.weight"));
-    uint64_t rows = i < 0 ? 0 : g->tensors[i].dims[1];
-    if (rows > MAX_VOCAB)
-        die("%s: tensor token_embd.weight has %" PRIu64 " rows", g->r->name, rows);
-    c->vocab_size = (int)rows;
-    gguf_tensor_need(g, "token_embd.weight", MAX(c->vocab_size, 1), c->dim, &m->embedding);
-    m->tied = !gguf_tensor(g, "output.weight", c->vocab_size, c->dim, &m->output);
-    if (m->tied) m->output = m->embedding;
-    Tensor t;
-    gguf_tensor_need(g, "output_norm.weight", 1, c->dim, &t);
-    m->output_norm = vector_copy(&t);
-    gguf_rope_factors(m, g);
-    // A layer needs tensors of its own, so a false block_count meets a missing one before room
-    // ends.
-    layers_init(m, MIN(c->n_layers, g->n_tensors + 1));
-    for (int n = 0; n < c->n_layers; n++)
-        for (int p = 0; p < COUNT(parts); p++) {
-            char name[64];
-            snprintf(name, sizeof name, "blk.%d.%s", n, parts[p].name);
-            int64_t part_rows = part_size(&m->layers[n], c->dim, parts[p].rows);
-            int64_t part_cols = part_size(&m->layers[n], c->dim, parts[p].cols);
-            if (!gguf_tensor(g, name, part_rows, part_cols, &t)) {
-                if (parts[p].optional) continue;
-                gguf_tensor_need(g, name, part_rows, part_cols, &t);
-            }
-            part_set(&m->layers[n], &parts[p], &t);
-        }
-}
-
-// ---- opening either kind
-enum { NEED_VOCAB = 1, NEED_WEIGHTS = 2 };
-
-// The vocabulary of a .bin: FILE of -z, or STEM.tokenizer.bin or tokenizer.bin beside the model, or
-// tokenizer.bin in the working folder; the first that exists counts.
-static void bin_vocab(Model *m, const char *path) {
-    const char *model = m->file.name, *slash = strrchr(model, '/'), *dot = strrchr(model, '.');
-    size_t folder = slash ? (size_t)(slash + 1 - model) : 0;
-    size_t stem = dot && dot >= model + folder ? (size_t)(dot - model) : strlen(model);
-    Str beside = {0};
-    for (int i = 0; !path && i < 2; i++) {
-        beside.n = 0;
-        str_add(&beside, model, i ? folder : stem);
-        str_printf(&beside, "%stokenizer.bin", i ? "" : ".");
-        if (file_exists(beside.p)) path = beside.p;
-    }
-    if (!path && !file_exists("tokenizer.bin"))
-        die("%s: no vocabulary: neither %.*s.tokenizer.bin nor tokenizer.bin beside it or here (-z "
-            "FILE)",
-            model, (int)stem, model);
-    Reader r = file_map(path ? path : "tokenizer.bin");
-    vocab_from_bin(&m->vocab, &r, m->config.vocab_size);
-    str_free(&beside);
-}
-
-static void gguf_string_array(const Gguf *g, const char *key, Reader *out, uint64_t *count) {
-    const GgufValue *v = gguf_find(g, key);
-    if (!v) return;
-    if (!v->array || v->type != GGUF_STRING) gguf_wrong(g, key, "an array of strings");
-    *out = *g->r;
-    out->at = v->at, *count = v->count;
-}
-
-static void gguf_number_array(const Gguf *g, const char *key, Reader *out, uint64_t *count,
-                              int *type) {
-    const GgufValue *v = gguf_find(g, key);
-    if (!v) return;
-    if (!v->array || v->type == GGUF_STRING) gguf_wrong(g, key, "an array of numbers");
-    *out = *g->r;
-    out->at = v->at, *count = v->count, *type = (int)v->type;
-}
-
-static void gguf_vocab(Model *m, const Gguf *g) {
-    VocabFile f = {
-        .model = gguf_string(g, "tokenizer.ggml.model"),
-        .pre = gguf_string(g, "tokenizer.ggml.pre"),
-        .add_bos = gguf_bool(g, "tokenizer.ggml.add_bos_token"),
-        .add_eos = gguf_bool(g, "tokenizer.ggml.add_eos_token"),
-        .add_space_prefix = gguf_bool(g, "tokenizer.ggml.add_space_prefix"),
-    };
-    const struct { const char *key; int64_t *id;
-    } ids[] = {
-        {"tokenizer.ggml.bos_token_id", &f.bos},
-        {"tokenizer.ggml.eos_token_id", &f.eos},
-        {"tokenizer.ggml.unknown_token_id", &f.unk},
-        {"tokenizer.ggml.eot_token_id", &f.eot},
-        {"tokenizer.ggml.eom_token_id", &f.eom},
-        {"tokenizer.ggml.fim_pad_token_id", &f.fim_pad},
-        {"tokenizer.ggml.fim_rep_token_id", &f.fim_rep},
-        {"tokenizer.ggml.fim_sep_token_id", &f.fim_sep},
-    };
-    for (int i = 0; i < COUNT(ids); i++)
-        *ids[i].id = gguf_int(g, ids[i].key, INT64_MIN, INT64_MAX, -1);
-    gguf_string_array(g, "tokenizer.ggml.tokens", &f.tokens, &f.n_tokens);
-    gguf_string_array(g, "tokenizer.ggml.merges", &f.merges, &f.n_merges);
-    gguf_number_array(g, "tokenizer.ggml.scores", &f.scores, &f.n_scores, &f.score_type);
-    gguf_number_array(g, "tokenizer.ggml.token_type", &f.types, &f.n_types, &f.type_type);
-    vocab_from_gguf(&m->vocab, &f, m->file.name, &m->warnings);
-}
-
-static void tensor_add(Model *m, const Tensor *t) { // to the bytes that a token reads
-    const Format *f = t->format;
-    m->weight_bytes += (int64_t)t->stride * t->rows
-                       + (t->scales ? t->rows * t->cols / t->group * 4 : 0);
-    if (f->id != TYPE_F32) m->all_f32 = false;
-}
-
-// Opens a mapped model file; `need` says what has to be there, 0: read what is there. Dies with the
-// reason.
-static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
-    m->file = file;
-    Reader *r = &m->file;
-    if (r->size >= 4 && !memcmp(r->base, "GGUF", 4)) {
-        const Gguf *g = m->gguf = gguf_read(r);
-        Span arch = gguf_string(g, "general.architecture");
-        m->version = r->base[4];
-        m->chat_template = gguf_string(g, "tokenizer.chat_template");
-        m->config.arch = arch_find(arch);
-        Span kind = gguf_string(g, "tokenizer.ggml.model");
-        bool known = span_is(kind, "llama") || span_is(kind, "gpt2");
-        if (need & NEED_VOCAB || (!need && known)) gguf_vocab(m, g);
-        if (need & NEED_WEIGHTS) {
-            int64_t parts_of_it = gguf_int(g, "split.count", 0, UINT16_MAX, 0);
-            if (parts_of_it > 1)
-                die("%s: part %d of %d of a split model, which is not read here: join the parts "
-                    "first",
-                    r->name, (int)gguf_int(g, "split.no", 0, UINT16_MAX, 0) + 1, (int)parts_of_it);
-            if (!m->config.arch)
-                die("%s: architecture `%.*s`, expected one of: %s", r->name, SHOWN(arch),
-                    archs[0].name);
-            if (!g->n_tensors) die("%s: a vocabulary without a model (0 tensors)", r->name);
-            gguf_config(m, g);
-            gguf_weights(m, g);
-            gguf_unused(m, g);
-            if (need & NEED_VOCAB && m->vocab.size > m->config.vocab_size)
-                die("%s: %d tokens, but the embedding has %d rows", r->name, m->vocab.size,
-                    m->config.vocab_size);
-        }
-    } else {
-        if (r->size >= 4 && (!memcmp(r->base, "FUGG", 4) || !memcmp(r->base, "tjgg", 4)
-                             || !memcmp(r->base, "fmgg", 4) || !memcmp(r->base, "lmgg", 4)))
-            die("%s: byte 0: magic %.4s: a format before GGUF (or one of the other byte order)",
-                r->name, (const char *)r->base);
-        bin_open(m);
-        if (need & NEED_VOCAB) bin_vocab(m, tokenizer);
-    }
-    if (!m->layers) return;
-    m->all_f32 = true;
-    tensor_add(m, &m->output);
-    for (int i = 0; i < m->config.n_layers; i++)
-        for (int p = 0; p < COUNT(parts); p++)
-            if (parts[p].rows != NO_DIM)
-                tensor_add(m, (const Tensor *)((const char *)&m->layers[i] + parts[p].at));
-}
-
-static void model_close(Model *m) {
-    for (int i = 0; m->layers && i < m->config.n_layers; i++)
-        for (int p = 0; p < COUNT(parts); p++)
-            if (parts[p].rows == NO_DIM) free(*(float **)((char *)&m->layers[i] + parts[p].at));
-    for (int t = 0; t < MAX_ROPES; t++) free(m->config.rope[t].inv_freq);
-    free(m->layers), free(m->output_norm), str_free(&m->warnings);
-    vocab_free(&m->vocab);
-    if (m->gguf) gguf_free(m->gguf);
-    file_unmap(&m->file);
-}
-/* ------------------------------------------------------------------------------------------------
- * Chapter 6. One forward pass
- *
- * n rows in, one path: decoding is n = 1, a prompt is read n = chunk rows at a time, scoring asks
- * for the logits of every row. All threads of the team walk the same code: a step hands out tickets
- * (rows of activations, rows of a matrix, heads) and ends when all are done. What a row computes
- * depends on its token, its position and the cache, never on its company: no sum is split over
- * tickets, and each output element is one fixed sequence of operations (chapter 3). So chunk and
- * thread count change the time, not one bit of the text. The price is that threads meet some nine
- * times a layer. Nothing is allocated here: a session sizes everything when it starts.
- */
-typedef struct { int token, pos; } Row; // one position of one sequence
-
-enum { WANT_NONE, WANT_LAST, WANT_ALL }; // which rows' logits somebody will read
-
-typedef struct {
-    const Model *model;
-    Team team;
-    Worker worker[MAX_THREADS];
-    int seq_len;                        // positions the cache has room for
-    int chunk;                          // most rows of one pass
-    bool half;                          // cache in half precision
-    uint8_t *cache;                     // by slot: keys, then values; see kv_keys
-    size_t slot_bytes;
-    int *tokens;                        // what the cache holds, (seq_len)
-    int n_tokens;
-    int64_t fed;                        // rows read so far, for the statistics
-    Row *rows;                          // (chunk)
-    float *x;                           // residual stream, (chunk, dim)
-    float *branch;                      // what a block adds to it, (chunk, dim)
-    float *q, *k, *v;                   // (chunk, heads * head_size), widest layer
-    float *h1, *h3;                     // gate and up, (chunk, hidden_dim)
-    float *turn;                        // cos and sin of this pass, (ropes, chunk, n_rot / 2, 2)
-    float *logits;                      // (logit_rows, vocab_size)
-    int logit_rows;
-    uint8_t *acts;                      // activations in front of a matrix, chapter 3
-    float *scores;                      // per worker, (QUERY_TILE, seq_len rounded up to blocks)
-    float *trace; // tests only: residual after each layer, (layers, chunk, dim)
-} Session;
-
-typedef struct { Session *s; int n, want; } Pass;
-
-// ---- the cache: in a slot first the keys of all kv heads, (kv head, block, head_size, 8
-// positions), then the values, (kv head, position, head_size)
-static int64_t kv_room(const Session *s) { return ((int64_t)s->seq_len + 7) / 8 * 8; }
-
-static uint8_t *kv_keys(const Session *s, const Layer *l, int head) {
-    return s->cache + s->slot_bytes * (size_t)l->slot
-           + (size_t)head * (size_t)kv_room(s) * (size_t)l->head_size * (s->half ? 2 : 4);
-}
-
-static uint8_t *kv_values(const Session *s, const Layer *l, int head) {
-    return kv_keys(s, l, l->n_kv_heads + head);
-}
-
-static void kv_put(const Session *s, uint8_t *at, int64_t i, float value) {
-    uint16_t h = f32_to_f16(value);
-    if (s->half) memcpy(at + 2 * i, &h, 2);
-    else memcpy(at + 4 * i, &value, 4);
-}
-
-static void kv_store(const Session *s, const Layer *l, int pos, const float *k, const float *v) {
-    int d = l->head_size;
-    for (int h = 0; h < l->n_kv_heads; h++) {
-        uint8_t *keys = kv_keys(s, l, h), *values = kv_values(s, l, h);
-        for (int i = 0; i < d; i++) {
-            kv_put(s, keys, ((int64_t)(pos / 8) * d + i) * 8 + pos % 8, k[h * d + i]);
-            kv_put(s, values, (int64_t)pos * d + i, v[h * d + i]);
-        }
-    }
-}
-
-// Bytes of cache that one position takes.
-static int64_t cache_bytes_per_token(const Model *m, bool half) {
-    int64_t bytes = 0;
-    for (int i = 0; i < m->config.n_layers; i++)
-        bytes += 2LL * m->layers[i].n_kv_heads * m->layers[i].head_size * (half ? 2 : 4);
-    return bytes;
-}
-
-// ---- rows
-static void row_add(float *x, const float *y, int n) {
-    for (int i = 0; y && i < n; i++) x[i] += y[i];
-}
-
-// RMSNorm: y = x / sqrt(mean x^2 + eps) * weight
-static void row_norm(const Session *s, float *y, const float *x, const float *weight, int n) {
-    float sum = vec_ops[s->team.isa].sum_squares(x, n);
-    float scale = 1.0f / sqrtf(sum / (float)n + s->model->config.norm_eps);
-    for (int i = 0; i < n; i++) y[i] = x[i] * scale * weight[i];
-}
-
-// The norm of row i goes to row j of the activations, ready for a matrix.
-static void row_to_acts(const Session *s, Acts *a, int j, int i, const float *weight) {
-    int dim = s->model->config.dim;
-    row_norm(s, a->x + j * a->ldx, s->x + (int64_t)i * dim, weight, dim);
-    acts_quantise(s->team.isa, a, j);
-}
-
-static const float *rope_turn(const Session *s, int table, int row) {
-    int64_t half = s->model->config.rope[table].n_rot / 2;
-    int64_t at = 0;
-    for (int t = 0; t < table; t++) at += (int64_t)s->chunk * s->model->config.rope[t].n_rot;
-    return s->turn + at + row * half * 2;
-}
-
-// Angles are formed in double: in float they would be off by 1e-4 at position 4,096.
-static void rope_angles(const Session *s, int row) {
-    for (int t = 0; t < MAX_ROPES; t++) {
-        const Rope *r = &s->model->config.rope[t];
-        float *turn = (float *)rope_turn(s, t, row);
-        for (int i = 0; i < r->n_rot / 2; i++) {
-            double angle = s->rows[row].pos * r->inv_freq[i];
-            turn[2 * i] = (float)cos(angle), turn[2 * i + 1] = (float)sin(angle);
-        }
-    }
-}
-
-static void rope_apply(const Session *s, const Layer *l, float *heads, int n, int row) {
-    if (l->rope < 0) return;
-    const float *turn = rope_turn(s, l->rope, row);
-    int half = s->model->config.rope[l->rope].n_rot / 2;
-    bool pairs = s->model->config.arch->rope == ROPE_PAIRS;
-    for (float *h = heads; h < heads + (int64_t)n * l->head_size; h += l->head_size)
-        for (int i = 0; i < half; i++) {
-            float *a = pairs ? h + 2 * i : h + i, *b = pairs ? a + 1 : a + half;
-            float cosine = turn[2 * i], sine = turn[2 * i + 1], x = *a, y = *b;
-            *a = x * cosine
-                 + y * -sine; // as x c - y s, gcc -O3 -mfma fuses the pair in spite of all
-            *b = x * sine + y * cosine;
-        }
-}
-
-// ---- attention
-// One tile: up to QUERY_TILE queries of one kv head, query t being head t % group of row t / group.
-// Scores of a query are all there before its softmax, so no result hangs on how rows were tiled.
-static void attention_tile(const Pass *p, Worker *w, const Layer *l, Acts *a, int kv_head,
-                           int tile) {
-    Session *s = p->s;
-    const VecOps *ops = &vec_ops[s->team.isa];
-    int d = l->head_size, group = l->n_heads / l->n_kv_heads, first = tile * QUERY_TILE;
-    int nq = MIN(QUERY_TILE, p->n * group - first);
-    int64_t room = kv_room(s), from[QUERY_TILE], to[QUERY_TILE], lo = room, hi = 0;
-    float *score[QUERY_TILE], *out[QUERY_TILE], z[QUERY_TILE];
-    const float *q[QUERY_TILE], *e[QUERY_TILE];
-    for (int t = 0; t < nq; t++) {
-        int row = (first + t) / group, head = kv_head * group + (first + t) % group;
-        q[t] = s->q + ((int64_t)row * l->n_heads + head) * d;
-        out[t] = a->x + row * a->ldx + (int64_t)head * d;
-        e[t] = score[t] = s->scores + ((int64_t)w->rank * QUERY_TILE + t) * room;
-        to[t] = s->rows[row].pos + 1;
-        from[t] = l->window && to[t] > l->window ? to[t] - l->window : 0;
-        lo = MIN(lo, from[t]), hi = MAX(hi, to[t]);
-    }
-    ops->scores(s->half, q, nq, kv_keys(s, l, kv_head), d, lo / 8, (hi + 7) / 8, l->score_scale,
-                score);
-    int64_t all_from = 0, all_to = room;                // the range that every query sees
-    for (int t = 0; t < nq; t++) {
-        z[t] = ops->exps(score[t], from[t], to[t], ops->row_max(score[t], from[t], to[t]));
-        memset(out[t], 0, sizeof(float) * (size_t)d);
-        all_from = MAX(all_from, from[t]), all_to = MIN(all_to, to[t]);
-    }
-    const void *values = kv_values(s, l, kv_head);
-    if (all_from > all_to) all_from = all_to;           // windows that do not meet
-    for (int t = 0; t < nq; t++)
-        ops->mix(s->half, e + t, 1, values, d, from[t], MAX(from[t], all_from), out + t);
-    ops->mix(s->half, e, nq, values, d, all_from, all_to, out);
-    for (int t = 0; t < nq; t++) {
-        ops->mix(s->half, e + t, 1, values, d, MAX(from[t], all_to), to[t], out + t);
-        for (int i = 0; i < d; i++) out[t][i] /= z[t];
-    }
-}
-
-static void layer_attention(const Pass *p, Worker *w, const Layer *l) {
-    Session *s = p->s;
-    int dim = s->model->config.dim, q_dim = l->n_heads * l->head_size;
-    int kv_dim = l->n_kv_heads * l->head_size;
-    Acts a = acts_at(s->acts, p->n, dim), att = acts_at(s->acts, p->n, q_dim);
-    for (long i; (i = team_take(w->team)) < p->n;) row_to_acts(s, &a, (int)i, (int)i, l->attn_norm);
-    team_wait(w->team);
-
-    matmul(w, &a,
-           (Product[]){{&l->wq, s->q, q_dim}, {&l->wk, s->k, kv_dim}, {&l->wv, s->v, kv_dim}}, 3);
-
-    for (long i; (i = team_take(w->team)) < p->n;) {
-        float *q = s->q + i * q_dim, *k = s->k + i * kv_dim, *v = s->v + i * kv_dim;
-        row_add(q, l->bq, q_dim), row_add(k, l->bk, kv_dim), row_add(v, l->bv, kv_dim);
-        rope_apply(s, l, q, l->n_heads, (int)i);
-        rope_apply(s, l, k, l->n_kv_heads, (int)i);
-        kv_store(s, l, s->rows[i].pos, k, v);
-    }
-    team_wait(w->team);
-
-    int tiles = (p->n * (l->n_heads / l->n_kv_heads) + QUERY_TILE - 1) / QUERY_TILE;
-    for (long i; (i = team_take(w->team)) < (long)tiles * l->n_kv_heads;)
-        attention_tile(p, w, l, &att, (int)(i % l->n_kv_heads),
-                       tiles - 1 - (int)(i / l->n_kv_heads));
-    team_wait(w->team);
-    for (long i; (i = team_take(w->team)) < p->n;) acts_quantise(s->team.isa, &att, (int)i);
-    team_wait(w->team);
-
-    matmul(w, &att, (Product[]){{&l->wo, s->branch, dim}}, 1);
-}
-
-// x += wo's product; then SwiGLU: w2 (silu(w1 h) * w3 h) with h = norm(x)
-static void layer_ffn(const Pass *p, Worker *w, const Layer *l) {
-    Session *s = p->s;
-    int dim = s->model->config.dim, hidden = l->hidden_dim;
-    Acts a = acts_at(s->acts, p->n, dim), h = acts_at(s->acts, p->n, hidden);
-    for (long i; (i = team_take(w->team)) < p->n;) {
-        row_add(s->branch + i * dim, l->bo, dim);
-        row_add(s->x + i * dim, s->branch + i * dim, dim);
-        row_to_acts(s, &a, (int)i, (int)i, l->ffn_norm);
-    }
-    team_wait(w->team);
-
-    matmul(w, &a, (Product[]){{&l->w1, s->h1, hidden}, {&l->w3, s->h3, hidden}}, 2);
-
-    for (long i; (i = team_take(w->team)) < p->n;) {
-        float *gate = s->h1 + i * hidden, *up = s->h3 + i * hidden;
-        row_add(gate, l->b1, hidden), row_add(up, l->b3, hidden);
-        vec_ops[s->team.isa].swiglu(h.x + i * h.ldx, gate, up, hidden);
-        acts_quantise(s->team.isa, &h, (int)i);
-    }
-    team_wait(w->team);
-
-    matmul(w, &h, (Product[]){{&l->w2, s->branch, dim}}, 1);
-
-    for (long i; (i = team_take(w->team)) < p->n;) {
-        row_add(s->branch + i * dim, l->b2, dim);
-        row_add(s->x + i * dim, s->branch + i * dim, dim);
-    }
-    team_wait(w->team);
-}
-
-static void forward_worker(void *arg, int rank) {
-    const Pass *p = arg;
-    Session *s = p->s;
-    Worker *w = &s->worker[rank];
-    const Model *m = s->model;
-    int dim = m->config.dim;
-    for (long i; (i = team_take(w->team)) < p->n;) {
-        tensor_row(&m->embedding, s->rows[i].token, s->x + i * dim);
-        rope_angles(s, (int)i);
-    }
-    team_wait(w->team);
-    for (int l = 0; l < m->config.n_layers; l++) {
-        layer_attention(p, w, &m->layers[l]);
-        layer_ffn(p, w, &m->layers[l]);
-        if (s->trace && rank == 0)
-            memcpy(s->trace + (int64_t)l * s->chunk * dim, s->x,
-                   sizeof(float) * (size_t)(p->n * dim));
-    }
-    int n = p->want == WANT_ALL ? p->n : p->want == WANT_LAST;
-    if (!n) return;
-    Acts a = acts_at(s->acts, n, dim);
-    for (long i; (i = team_take(w->team)) < n;)
-        row_to_acts(s, &a, (int)i, p->n - n + (int)i, m->output_norm);
-    team_wait(w->team);
-    matmul(w, &a, (Product[]){{&m->output, s->logits, m->config.vocab_size}}, 1);
-}
-
-// One pass over s->rows[0 .. n), 1 <= n <= chunk: their keys and values enter the cache. Gives the
-// logits of the rows wanted, (1 or n, vocab_size), or NULL; WANT_ALL needs logit_rows >= n.
-static float *forward(Session *s, int n, int want) {
-    assert(n >= 1 && n <= s->chunk && (want != WANT_ALL || n <= s->logit_rows));
-    Pass pass = {s, n, want};
-    team_run(&s->team, forward_worker, &pass);
-    return want == WANT_NONE ? NULL : s->logits;
-}
-/* ------------------------------------------------------------------------------------------------
  * Chapter 9. Choosing a token
  *
  * Logits in, one index out. The steps and their order: repetition penalty; at temperature 0 the
@@ -4023,7 +4416,7 @@ static Session *session_new(const Model *m, int seq_len, int chunk, bool half, i
         kv = MAX(kv, (size_t)l->n_kv_heads * (size_t)l->head_size);
         hidden = MAX(hidden, (size_t)l->hidden_dim);
     }
-    for (int t = 0; t < MAX_ROPES; t++) turn += (size_t)c->rope[t].n_rot;
+    for (int t = 0; t < N_ROPES; t++) turn += (size_t)c->rope[t].n_rot;
     size_t dim = (size_t)c->dim, widest = MAX(MAX(heads, hidden), dim);
     s->tokens = xalloc((size_t)seq_len, sizeof *s->tokens);
     s->rows = xalloc(n, sizeof *s->rows);
@@ -4031,10 +4424,21 @@ static Session *session_new(const Model *m, int seq_len, int chunk, bool half, i
     s->branch = aligned_memory(n * dim * sizeof(float));
     s->q = aligned_memory(n * heads * sizeof(float));
     s->k = aligned_memory(n * kv * sizeof(float)), s->v = aligned_memory(n * kv * sizeof(float));
-    s->h1 = aligned_memory(n * hidden * sizeof(float));
-    s->h3 = aligned_memory(n * hidden * sizeof(float));
+    size_t pairs = n * (size_t)c->n_used, gates = MAX(n * hidden, pairs * (size_t)c->expert_dim);
+    s->h1 = aligned_memory(gates * sizeof(float)), s->h3 = aligned_memory(gates * sizeof(float));
     s->turn = aligned_memory(n * turn * sizeof(float));
     s->acts = aligned_memory(acts_bytes(s->chunk, (int64_t)widest));
+    s->pair_acts = s->acts;
+    if (c->n_experts) {
+        size_t widest_pair = MAX(dim, (size_t)c->expert_dim);
+        s->pair_acts = aligned_memory(MAX(acts_bytes((int)pairs, (int64_t)widest_pair),
+                                          acts_bytes((int)n, (int64_t)hidden)));
+        s->route = xalloc(n * (size_t)c->n_experts, sizeof *s->route);
+        s->share = xalloc(pairs, sizeof *s->share), s->chosen = xalloc(pairs, sizeof *s->chosen);
+        s->place = xalloc(pairs, sizeof *s->place);
+        s->expert_end = xalloc((size_t)c->n_experts, sizeof *s->expert_end);
+        s->expert_out = aligned_memory(pairs * dim * sizeof(float));
+    }
     s->scores = xalloc((size_t)threads * QUERY_TILE * (size_t)kv_room(s), sizeof(float));
     s->logit_rows = MIN(logit_rows, s->chunk);
     s->logits = aligned_memory((size_t)s->logit_rows * (size_t)c->vocab_size * sizeof(float));
@@ -4045,7 +4449,10 @@ static Session *session_new(const Model *m, int seq_len, int chunk, bool half, i
 
 static void session_free(Session *s) {
     for (int i = 0; i < MAX_THREADS; i++) free(s->worker[i].scratch);
-    free(s->cache), free(s->tokens), free(s->rows), free(s->x), free(s->branch);
+    if (s->pair_acts != s->acts) free(s->pair_acts);
+    free(s->route), free(s->share), free(s->chosen), free(s->place), free(s->expert_end);
+    free(s->expert_out), free(s->cache), free(s->tokens), free(s->rows), free(s->x),
+        free(s->branch);
     free(s->q), free(s->k), free(s->v), free(s->h1), free(s->h3), free(s->turn);
     free(s->acts), free(s->scores), free(s->logits), free(s->trace), free(s);
 }
@@ -4833,8 +5240,7 @@ static void info_gguf(const Gguf *g, Str *out) {
             str_printf(out, " %s %" PRId64, i < COUNT(formats) ? formats[i].name : "unknown",
                        count[i]);
     str_printf(out, "\n");
-    char key[160];
-    #define SIZE(name, missing) info_size(g, arch_key(key, g, name), missing)
+    #define SIZE(name, missing) info_size(g, "." name, missing)
     int64_t width = SIZE("embedding_length", 0), heads = SIZE("attention.head_count", 0);
     if (!width) return;                 // a vocabulary alone
     info_sizes(out, SIZE("block_count", 0), width, SIZE("feed_forward_length", 0), heads,
@@ -4989,13 +5395,7 @@ static void usage(FILE *f) {
     }
 }
 
-_Noreturn __attribute__((format(printf, 1, 2))) static void die_usage(const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    say_line("error: ", format, args);
-    va_end(args);
-    exit(2);
-}
+#define die_usage(...) (say("error: ", __VA_ARGS__), exit(2))
 
 static void opt_set(Options *o, const Opt *opt, const char *value) {
     char *field = (char *)o + opt->at, *end;

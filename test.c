@@ -522,7 +522,7 @@ static void test_kernels(void) {
                     part.n = batches[b];
                     for (int i = 0; i < part.n; i++) acts_quantise(isa, &part, i);
                     job.worker[0].team = job.worker[1].team = &team;
-                    job.x = &part, job.product = (Product){&t, y, rows};
+                    job.x = &part, job.product = (Product){&t, y, rows, 0, part.n};
                     memset(y, 0xFF, sizeof *y * (size_t)(33 * rows));
                     team_run(&team, kernel_worker, &job);
                     int64_t bad = 0;
