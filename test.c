@@ -149,6 +149,12 @@ static const char *const references[] = {
     "quant-q4_0.gguf", "quant-q4_1.gguf",  "quant-q5_0.gguf", "quant-q5_1.gguf", "kquant.gguf",
     "bin-v0.bin",      "bin-v0-sep.bin",   "bin-v1.bin",      "bin-v1-sep.bin",  "bin-v2.bin",
     "bin-v2-sep.bin",  "bin-v2-cross.bin",
+    // families and mechanisms; mistral (a window), qwen3-yarn and gpt-oss over 1,230 positions
+    "qwen2.gguf",      "qwen2-window.gguf", "qwen3.gguf",     "qwen3-yarn.gguf", "qwen3moe.gguf",
+    "qwen3moe-raw.gguf",                   "qwen2moe.gguf",   "mixtral.gguf",    "mistral.gguf",
+    "gemma.gguf",      "gemma2.gguf",      "gemma3.gguf",     "phi3.gguf",       "phi3-short.gguf",
+    "phi3-long.gguf",  "olmo2.gguf",       "olmo3.gguf",      "granite.gguf",    "granitemoe.gguf",
+    "smollm3.gguf",    "mistral3.gguf",    "gpt-oss.gguf",
 };
 
 // Kullback-Leibler divergence of the distribution that logits give from the one that `truth` gives.

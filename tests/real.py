@@ -89,7 +89,8 @@ def spm_from_fields(fields):
     model.normalizer_spec.remove_extra_whitespaces = False
     for text, score, kind in zip(get("tokens"), get("scores"), get("token_type")):
         p = model.pieces.add()
-        p.piece, p.score, p.type = text, score, kind
+        # user-defined tokens stand in the file with spaces, in the model with U+2581
+        p.piece, p.score, p.type = text.replace(" ", "\u2581") if kind == 4 else text, score, kind
     return model
 
 
@@ -120,7 +121,7 @@ def log_probabilities(model, ids):
 
 
 def write_reference(path):
-    """The text of smollm2.ref.txt: mean nll, and per position nll and best id, of the three texts."""
+    """The text of NAME.ref.txt: mean nll, and per position nll and best id, of the three texts."""
     model, tok, lines = reference_model(path), FileTokenizer(gguf_fields(path)), []
     for name in TEXTS:
         ids = tok.encode((HERE / "texts" / name).read_bytes().decode())
@@ -134,7 +135,7 @@ def write_reference(path):
 # ---- the comparison ---------------------------------------------------------------------------
 
 def command(words, data=None, timeout=3600):
-    done = subprocess.run([str(w) for w in words], input=data, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    done = subprocess.run([str(w) for w in words], input=data or b"", stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           timeout=timeout)
     if done.returncode:
         raise RuntimeError(f"{words[0]}: exit {done.returncode}: {done.stderr.decode(errors='replace').strip()[-300:]}")
@@ -150,34 +151,74 @@ def show(name, *cells):
     print(f"{name:<14}" + "".join(f"{c:>16}" for c in cells), flush=True)
 
 
+def log_softmax(logits):
+    import numpy as np
+    q = logits.astype(np.float64)
+    q -= q.max(1, keepdims=True)
+    return q - np.log(np.exp(q).sum(1, keepdims=True))
+
+
+def peer_divergence(a, text, ids, lp, temp):
+    """KL of llama.cpp's distributions, at the second half of the text, which is all that its perplexity tool saves
+    (log-probabilities in 16 bits down to 16 below the best; what lies lower counts as one event)."""
+    import numpy as np
+    n = len(ids) - 4  # the text stands there several times because the tool wants two pieces: end before the seam
+    (temp / "peer.txt").write_text("\n\n".join([text] * 3), encoding="utf-8", newline="")
+    command([a.peer / "llama-perplexity", "-m", a.model, "-f", temp / "peer.txt", "-c", n, "--chunks", 1, "-t", a.threads,
+             "-nr", "--kl-divergence-base", temp / "peer.logits"])
+    raw = (temp / "peer.logits").read_bytes()
+    head = np.frombuffer(raw, "<i4", 3, 8)
+    seen = np.frombuffer(raw, "<i4", n, 20)
+    if head[0] != n or list(seen) != ids[:n]:
+        return None
+    vocabulary, kl = int(head[1]), []
+    rows = np.frombuffer(raw, "<u2", -1, 20 + 4 * n).reshape(n - 1 - n // 2, -1)
+    for at, row in zip(range(n // 2, n - 1), rows):
+        scale, low = np.frombuffer(row[:4].tobytes(), "<f4").astype(np.float64)
+        code, p = row[4:4 + vocabulary], lp[at]
+        known = np.flatnonzero(code)
+        q = code[known] * scale + low
+        rest_p, rest_q = 1 - np.exp(p[known]).sum(), 1 - np.exp(q).sum()
+        kl.append((np.exp(p[known]) * (p[known] - q)).sum()
+                  + (rest_p * np.log(rest_p / rest_q) if rest_p > 0 and rest_q > 0 else 0))
+    return np.array(kl)
+
+
 def compare_texts(a, model, tok, temp):
     import numpy as np
     bad = []
-    show("text", "tokens", "ids", "KL max", "KL mean", "at", "argmax differs", "nll run", "nll ref")
+    show("text", "tokens", "ids", "KL max", "KL mean", "at", "argmax differs", "nll run", "nll ref",
+         *(["peer KL max", "peer KL mean"] if a.peer else []))
     for name in TEXTS:
         path = HERE / "texts" / name
-        ids = tok.encode(path.read_bytes().decode())
-        mine = list(map(int, command([a.run, a.model, "-m", "tokenize", "-f", path]).stdout.split()))
-        if mine != ids:
-            at = next((i for i, (x, y) in enumerate(zip(mine, ids)) if x != y), min(len(mine), len(ids)))
-            show(name, len(ids), f"differ at {at}")
-            bad.append(f"{name}: ids differ at {at}: run {mine[at:at + 5]}, reference {ids[at:at + 5]}")
-            continue
-        out = scored(command([a.run, a.model, "-m", "score", "--kv", "f32", "-c", max(512, len(ids)), "-f", path,
-                              "--logits", temp / "logits", "--threads", a.threads]).stdout.decode())
+        text = path.read_bytes().decode()
+        ids = tok.encode(text)
         lp = log_probabilities(model, ids)
-        q = np.fromfile(temp / "logits", "<f4").astype(np.float64).reshape(len(ids), -1)
-        v = min(q.shape[1], lp.shape[1])
-        q = q - q.max(1, keepdims=True)
-        q -= np.log(np.exp(q).sum(1, keepdims=True))
-        kl = (np.exp(lp[:, :v]) * (lp[:, :v] - q[:, :v])).sum(1)
         nll = -lp[np.arange(len(ids) - 1), ids[1:]].mean()
-        show(name, len(ids), "equal", f"{kl.max():.2e}", f"{kl.mean():.2e}", int(kl.argmax()),
-             int((lp[:, :v].argmax(1) != q[:, :v].argmax(1)).sum()), f"{out['nll']:.5f}", f"{nll:.5f}")
-        if not kl.max() < 1e-4:
-            bad.append(f"{name}: KL {kl.max():.2e} at position {int(kl.argmax())}")
-        if abs(out["nll"] - nll) > 1e-3:
-            bad.append(f"{name}: nll {out['nll']} against {nll:.5f}")
+        cells = [len(ids)] + 6 * ["-"] + [f"{nll:.5f}"]
+        if a.run:
+            mine = list(map(int, command([a.run, a.model, "-m", "tokenize", "-f", path]).stdout.split()))
+            cells[1] = "equal"
+            if mine != ids:
+                at = next((i for i, (x, y) in enumerate(zip(mine, ids)) if x != y), min(len(mine), len(ids)))
+                cells[1] = f"differ at {at}"
+                bad.append(f"{name}: ids differ at {at}: run {mine[at:at + 5]}, reference {ids[at:at + 5]}")
+            (temp / "ids").write_text(" ".join(map(str, ids)))
+            out = scored(command([a.run, a.model, "-m", "score", "--kv", "f32", "-c", max(512, len(ids)), "--ids", "-f",
+                                  temp / "ids", "--logits", temp / "logits", "--threads", a.threads]).stdout.decode())
+            q = log_softmax(np.fromfile(temp / "logits", "<f4").reshape(len(ids), -1))
+            v = min(q.shape[1], lp.shape[1])
+            kl = (np.exp(lp[:, :v]) * (lp[:, :v] - q[:, :v])).sum(1)
+            cells[2:7] = [f"{kl.max():.2e}", f"{kl.mean():.2e}", int(kl.argmax()),
+                          int((lp[:, :v].argmax(1) != q[:, :v].argmax(1)).sum()), f"{out['nll']:.5f}"]
+            if not kl.max() < 1e-4:
+                bad.append(f"{name}: KL {kl.max():.2e} at position {int(kl.argmax())}")
+            if abs(out["nll"] - nll) > 1e-3:
+                bad.append(f"{name}: nll {out['nll']} against {nll:.5f}")
+        if a.peer:
+            peer = peer_divergence(a, text, ids, lp, temp)
+            cells += ["ids differ", "-"] if peer is None else [f"{peer.max():.2e}", f"{peer.mean():.2e}"]
+        show(name, *cells)
     return bad
 
 
@@ -306,7 +347,7 @@ def main():
     model, tok, bad = reference_model(a.model), FileTokenizer(gguf_fields(a.model)), []
     with tempfile.TemporaryDirectory() as temp:
         temp = pathlib.Path(temp)
-        if a.run and a.only in (None, "texts"):
+        if a.only in (None, "texts"):
             bad += compare_texts(a, model, tok, temp)
         if a.only in (None, "greedy"):
             bad += compare_greedy(a, model, tok)
