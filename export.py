@@ -673,8 +673,9 @@ def hf_params(config, where):
         p.narrow = config.get("moe_intermediate_size") or config["intermediate_size"]
         p.shared = config.get("shared_expert_intermediate_size") or config.get(
             "shared_intermediate_size") or 0
-        if not 0 < config["num_experts_per_tok"] <= p.n_experts:
-            raise ExportError(f"{where}: {config['num_experts_per_tok']} of {p.n_experts} experts")
+        if not 0 < config["num_experts_per_tok"] <= p.n_experts <= 1024:
+            raise ExportError(f"{where}: {config['num_experts_per_tok']} of {p.n_experts} experts, "
+                              "expected at most 1024")
     p.check(where)
     factors = rope["rope_type"] == "longrope" and [rope["short_factor"], rope["long_factor"]]
     if factors and not all(len(f) == p.n_rot // 2 and min(f) > 0 for f in factors):
