@@ -2895,6 +2895,7 @@ static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
     if (r->size >= 4 && !memcmp(r->base, "GGUF", 4)) {
         const Gguf *g = m->gguf = gguf_read(r);
         m->version = r->base[4];
+        if (need & NEED_WEIGHTS) gguf_join(m->gguf);
         m->chat_template = gguf_string(g, "tokenizer.chat_template");
         m->config.arch = arch_find(g->arch);
         Span kind = gguf_string(g, "tokenizer.ggml.model");
@@ -2906,7 +2907,6 @@ static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
                 for (int i = 0; i < COUNT(archs); i++) str_printf(&list, " %s", archs[i].name);
                 die("%s: architecture `%.*s`, expected one of:%s", r->name, SHOWN(g->arch), list.p);
             }
-            gguf_join(m->gguf);
             if (!g->n_tensors) die("%s: a vocabulary without a model (0 tensors)", r->name);
             gguf_config(m, g);
             gguf_weights(m, g);

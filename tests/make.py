@@ -890,7 +890,28 @@ def make_smollm2(_temp):
     write_text("smollm2.ref.txt", write_reference(path))
 
 
-PARTS = dict(models=make_models, families=make_families, quants=make_quants, kquant=make_kquant, bins=make_bins, blocks=make_blocks, bpe=make_bpe,
+def make_split(temp):
+    """qwen3.gguf as a set of three files; the first holds the keys and no tensor, as such sets often do."""
+    import gguf
+    data = (HERE / "qwen3.gguf").read_bytes()
+    tensors = gguf.GGUFReader(HERE / "qwen3.gguf").tensors
+    n_keys, keys = struct.unpack_from("<Q", data, 16)[0], data[24 : tensors[0].field.offset]
+    half = len(tensors) // 2
+    for no, part in enumerate(([], tensors[:half], tensors[half:])):
+        infos, body = b"", b""
+        for t in part:
+            name = t.name.encode()
+            body += b"\0" * (-len(body) % 32)
+            infos += struct.pack("<Q", len(name)) + name + struct.pack(f"<I{len(t.shape)}Q", len(t.shape), *map(int, t.shape))
+            infos += struct.pack("<IQ", t.tensor_type, len(body))
+            body += data[t.data_offset : t.data_offset + t.n_bytes]
+        split = b"".join(struct.pack("<Q", len(key)) + key + struct.pack("<IH", 2, value)
+                         for key, value in ((b"split.no", no), (b"split.count", 3)))
+        head = b"GGUF" + struct.pack("<IQQ", 3, len(part), n_keys + 2 if no == 0 else 2) + (keys if no == 0 else b"") + split + infos
+        (HERE / f"split-{no + 1:05}-of-00003.gguf").write_bytes(head + b"\0" * (-len(head) % 32) + body)
+
+
+PARTS = dict(models=make_models, families=make_families, split=make_split, quants=make_quants, kquant=make_kquant, bins=make_bins, blocks=make_blocks, bpe=make_bpe,
              tokens=make_tokens, templates=make_templates, parity=make_parity, smollm2=make_smollm2)
 
 
