@@ -4311,10 +4311,10 @@ static void penalise(float *logits, int n, const int *recent, int n_recent, floa
     }
 }
 
-static int argmax(const float *logits, int n) {
+static int argmax(int isa, const float *logits, int n) {
+    float max = vec_ops[isa].row_max(logits, 0, n);
     int best = 0;
-    for (int i = 1; i < n; i++)
-        if (logits[i] > logits[best]) best = i;
+    while (best < n - 1 && logits[best] != max) best++;
     return best;
 }
 
@@ -4344,19 +4344,22 @@ _Noreturn static void die_not_finite(void) {
 
 // The next token after the n_recent tokens before it; logits (n) are used up.
 static int sample(Sampler *s, float *logits, int n, const int *recent, int n_recent) {
-    float check = 0;
-    for (int i = 0; i < n; i++) check += logits[i] * 0;     // 0, or NaN if any is NaN or infinite
-    if (check != 0) die_not_finite();
+    uint32_t bits, not_finite = 0;
+    for (int i = 0; i < n; i++) {       // an exponent of ones is infinite or no number
+        memcpy(&bits, &logits[i], 4);
+        not_finite |= (bits & 0x7F800000) + 0x00800000;
+    }
+    if (not_finite >> 31) die_not_finite();
     if (s->repeat_penalty > 0 && s->repeat_penalty != 1)
         penalise(logits, n, recent, n_recent, s->repeat_penalty);
-    int top = argmax(logits, n);
+    int top = argmax(s->isa, logits, n);
     if (s->temperature == 0) return top;
 
     for (int i = 0; i < n; i++) s->list[i] = (Candidate){logits[i], i};
     float total;
     int size = s->top_k > 0 && s->top_k < n ? keep_best(s->list, n, s->top_k, INFINITY, &total) : n;
     for (int i = 0; i < size; i++) logits[i] = s->list[i].p / s->temperature;
-    float max = logits[argmax(logits, size)];
+    float max = vec_ops[s->isa].row_max(logits, 0, size);
     if (!isfinite(max)) return top;     // so low a temperature that the division overflowed
     float sum = vec_ops[s->isa].exps(logits, 0, size, max), best = 1 / sum;
     // below (1 - p) / (n - 1) a candidate cannot be among those that top-p keeps
@@ -5085,7 +5088,7 @@ static void score_add(Score *t, double nll) { t->n++, t->sum += nll, t->squares 
 
 // Negative log of the probability that logits (n) give to id; the logits are used up.
 static double score_nll(const VecOps *ops, float *logits, int n, int id) {
-    float max = logits[argmax(logits, n)], chosen = logits[id];
+    float max = ops->row_max(logits, 0, n), chosen = logits[id];
     double sum = (double)ops->exps(logits, 0, n, max);
     double nll = log(sum) - ((double)chosen - (double)max);
     if (!isfinite(nll)) die_not_finite();

@@ -1010,7 +1010,7 @@ static void real_text(const Model *m, Span name, int n, double mean, Reader *ref
     for (int i = 0; i < n && next_line(ref, &line); i++) {
         double nll = strtod(next_word(&line).p, NULL);
         int best = number(next_word(&line));
-        other += argmax(logits + (int64_t)i * vocab, vocab) != best;
+        other += argmax(isa_best(), logits + (int64_t)i * vocab, vocab) != best;
         if (!i) continue;
         double mine =
             score_nll(&vec_ops[s->team.isa], logits + (int64_t)(i - 1) * vocab, vocab, ids.p[i]);
