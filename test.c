@@ -154,7 +154,7 @@ static const char *const references[] = {
     "qwen3moe-raw.gguf",                   "qwen2moe.gguf",   "mixtral.gguf",    "mistral.gguf",
     "gemma.gguf",      "gemma2.gguf",      "gemma3.gguf",     "phi3.gguf",       "phi3-short.gguf",
     "phi3-long.gguf",  "olmo2.gguf",       "olmo3.gguf",      "granite.gguf",    "granitemoe.gguf",
-    "smollm3.gguf",    "mistral3.gguf",    "gpt-oss.gguf",
+    "smollm3.gguf",    "mistral3.gguf",    "gpt-oss.gguf",    "gpt-oss-mxfp4.gguf",
 };
 
 // Kullback-Leibler divergence of the distribution that logits give from the one that `truth` gives.
@@ -219,7 +219,8 @@ static void test_reference(void) {
               references[f]);
         // Float rows: 1e-4, and 2e-4 late, where the reference's own angles are float32. Quantised
         // rows meet activations of 16 bits; what that rounding may cost is a divergence of 1e-7.
-        bool quantised = m.layers[0].wq.format->quantised;
+        bool quantised = m.layers[0].wq.format->quantised
+                         || (m.layers[0].n_experts && m.layers[0].e1.format->quantised);
         if (quantised) check(divergence <= 1e-7, "%s: KL %.1e", references[f], divergence);
         check(worst <= (quantised ? 2e-3 : 1e-4), "%s: logits off by %.1e", references[f], worst);
         check(late <= 2e-4, "%s: logits past position 1,000 off by %.1e", references[f], late);
@@ -247,7 +248,7 @@ static void test_split(void) {
 static void test_invariance(void) {
     static const char *const models[] = {"models/story.gguf", "models/story.bin",
                                          "tests/kquant.gguf", "tests/odd.gguf",
-                                         "tests/quant-bf16.gguf", "tests/gpt-oss.gguf",
+                                         "tests/quant-bf16.gguf", "tests/gpt-oss-mxfp4.gguf",
                                          "tests/gemma3.gguf", "tests/qwen2moe.gguf",
                                          "tests/olmo3.gguf"};
     static const int ways[][2] = {{1, 1},  {1, 7},  {2, 1},  {2, 7},
