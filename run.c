@@ -2253,32 +2253,34 @@ static const uint8_t bin_magic[4] = {0x32, 0x34, 0x6b, 0x61}; // 0x616b3432, "ak
 
 typedef struct {                        // walks the tensors of a .bin, which have no names
     Reader *r;
+    uint64_t at;                        // may pass the end of the file, which bin_open compares
     int version, group;
 } BinCursor;
 
+static const uint8_t *bin_bytes(BinCursor *b, uint64_t n) { // NULL past the end
+    b->at += n;                         // stays under 2^63: see the bounds in bin_header
+    return b->at <= b->r->size ? b->r->base + b->at - n : NULL;
+}
+
 static Tensor bin_tensor(BinCursor *b, int64_t rows, int64_t cols, bool quantised) {
     uint64_t count = (uint64_t)rows * (uint64_t)cols;
-    Tensor t = {.rows = rows, .cols = cols};
-    if (!quantised) {
-        t.format = format_of(TYPE_F32), t.stride = (size_t)cols * 4;
-        t.data = rd_bytes(b->r, count * 4);
-        return t;
+    Tensor t = {.rows = rows, .cols = cols, .format = format_of(TYPE_F32)};
+    t.stride = (size_t)cols * (quantised ? 1 : 4);
+    t.data = bin_bytes(b, count * (quantised ? 1 : 4));
+    if (quantised) {
+        bool aligned = cols % b->group == 0 && b->group % 32 == 0;
+        t.format = format_of(aligned ? TYPE_BIN_BLOCKS : TYPE_BIN_FLAT), t.group = b->group;
+        t.scales = bin_bytes(b, count / (uint64_t)b->group * 4);
     }
-    bool aligned = cols % b->group == 0 && b->group % 32 == 0;
-    t.format = format_of(aligned ? TYPE_BIN_BLOCKS : TYPE_BIN_FLAT);
-    t.stride = (size_t)cols, t.group = b->group;
-    t.data = rd_bytes(b->r, count);
-    t.scales = rd_bytes(b->r, count / (uint64_t)b->group * 4);
     return t;
 }
 
 // One kind of tensor for all layers, one after another.
 static void bin_layers(Model *m, BinCursor *b, int part) {
-    for (int i = 0; i < m->config.n_layers; i++) {
-        const Part *p = &parts[part];
-        Layer *l = &m->layers[i];
-        int64_t rows = part_size(m, l, p->rows), cols = part_size(m, l, p->cols);
-        Tensor t = bin_tensor(b, rows, cols, b->version == 2 && p->rows != NO_DIM);
+    const Part *p = &parts[part];
+    for (Layer *l = m->layers; l < m->layers + m->config.n_layers; l++) {
+        Tensor t = bin_tensor(b, part_size(m, l, p->rows), part_size(m, l, p->cols),
+                              b->version == 2 && p->rows != NO_DIM);
         if (t.data) part_set(l, p, &t);
     }
 }
@@ -2327,17 +2329,6 @@ static bool bin_header(Model *m, Reader *r, BinCursor *b) { // gives: is the cla
     return shared;
 }
 
-// What the header promises, in bytes; no product here can pass 2^63: see the bounds above.
-static double bin_size(const Config *c, const BinCursor *b, bool shared) {
-    double dim = c->dim, kv = (double)c->n_kv_heads * c->head_size, layers = c->n_layers;
-    double norms = (2 * layers + 1) * dim, embedding = (double)c->vocab_size * dim;
-    double matrices = layers * dim * (2.0 * dim + 2 * kv + 3.0 * c->hidden_dim)
-                      + embedding * (shared ? 1 : 2);
-    if (b->version == 2) return 256 + 4 * norms + matrices + 4 * (matrices / b->group);
-    double freq = b->version ? 0 : (double)c->seq_len * c->head_size;
-    return (b->version ? 256 : 28) + 4 * (norms + matrices + freq);
-}
-
 static void bin_open(Model *m) {
     Reader *r = &m->file;
     Config *c = &m->config;
@@ -2350,12 +2341,7 @@ static void bin_open(Model *m) {
     }
     m->version = b.version;
     bool shared = bin_header(m, r, &b);
-    double size = bin_size(c, &b, shared);
-    if ((double)r->size != size)
-        die("%s: %zu bytes, expected %.0f for dim %d, hidden_dim %d, n_layers %d, vocab_size %d, "
-            "seq_len %d%s",
-            r->name, r->size, size, c->dim, c->hidden_dim, c->n_layers, c->vocab_size, c->seq_len,
-            b.version == 2 ? ", int8" : "");
+    b.at = r->at;
     c->arch = &archs[0];
     layers_init(m, c->n_layers);
     rope_init(&c->rope[0], c->head_size, 10000.0, 1.0);
@@ -2364,7 +2350,7 @@ static void bin_open(Model *m) {
         m->embedding = bin_tensor(&b, c->vocab_size, c->dim, false);
         for (int part = ATTN_NORM; part <= W3; part++) bin_layers(m, &b, part);
         norm = bin_tensor(&b, 1, c->dim, false);
-        rd_bytes(r, (uint64_t)c->seq_len * (uint64_t)c->head_size * 4); // cos and sin, not used
+        bin_bytes(&b, (uint64_t)c->seq_len * (uint64_t)c->head_size * 4); // cos and sin, not used
     } else {
         bin_layers(m, &b, ATTN_NORM), bin_layers(m, &b, FFN_NORM);
         norm = bin_tensor(&b, 1, c->dim, false);
@@ -2374,7 +2360,10 @@ static void bin_open(Model *m) {
     }
     m->tied = shared;
     m->output = shared ? m->embedding : bin_tensor(&b, c->vocab_size, c->dim, b.version == 2);
-    rd_check(r);
+    if (b.at != r->size)
+        die("%s: %zu bytes, expected %" PRIu64 " for dim %d, hidden_dim %d, n_layers %d, "
+            "vocab_size %d, seq_len %d%s", r->name, r->size, b.at, c->dim, c->hidden_dim,
+            c->n_layers, c->vocab_size, c->seq_len, b.version == 2 ? ", int8" : "");
     m->output_norm = vector_copy(&norm);
 }
 
@@ -2469,15 +2458,13 @@ _Noreturn static void gguf_wrong(const Gguf *g, const char *key, const char *exp
 
 // Element i of an integer value of any width; false if the type is not a whole number.
 static bool gguf_element(const Gguf *g, const GgufValue *v, uint64_t i, int64_t *out) {
-    if (v->type > GGUF_I64 || v->type == GGUF_F32 || v->type == GGUF_STRING
-        || v->type == GGUF_ARRAY)
+    if ((1 << GGUF_F32 | 1 << GGUF_STRING | 1 << GGUF_ARRAY | 1 << GGUF_F64) >> v->type & 1)
         return false;
     int bytes = gguf_sizes[v->type];
     Reader r = *g->r;
     r.at = v->at + (size_t)i * (size_t)bytes;
     uint64_t u = rd_uint(&r, bytes);
-    bool is_signed = v->type == GGUF_I8 || v->type == GGUF_I16 || v->type == GGUF_I32
-                     || v->type == GGUF_I64;
+    bool is_signed = (1 << GGUF_I8 | 1 << GGUF_I16 | 1 << GGUF_I32 | 1 << GGUF_I64) >> v->type & 1;
     if (is_signed && bytes < 8 && u >> (8 * bytes - 1)) u |= ~(uint64_t)0 << (8 * bytes);
     if (!is_signed && u > INT64_MAX) u = INT64_MAX;
     *out = (int64_t)u;
