@@ -1010,13 +1010,14 @@ static void real_text(const Model *m, Span name, int n, double mean, Reader *ref
 }
 
 static void test_real(void) {
-    static const char *const names[] = {"smollm2"};
+    static const char *const names[] = {"smollm2", "gemma3", "coder05"};
     for (int i = 0; i < COUNT(names); i++) {
-        char path[64], reference[64];
+        char path[64], reference[64], missing[128];
         snprintf(path, sizeof path, "models/real/%s.gguf", names[i]);
         snprintf(reference, sizeof reference, "%s.ref.txt", names[i]);
+        snprintf(missing, sizeof missing, "%s is not there (sh models/fetch.sh %s)", path, names[i]);
         if (!file_exists(path)) {
-            skip("models/real/smollm2.gguf is not there (make smollm2 fetches it)");
+            skip(missing);
             continue;
         }
         Model m = {0};

@@ -3,7 +3,7 @@
 
     python tests/make.py [PART ...] [--check] [--llama2c DIR] [--llamacpp DIR] [--story FILE] [--spm FILE]
 
-Parts, all of them by default: models families quants kquant bins blocks bpe tokens templates parity smollm2
+Parts, all of them by default: models families quants kquant bins blocks bpe tokens templates parity real
 --check      test what is there instead of writing: a float64 forward pass over each exported file,
              written independently of the program, must give the reference; the text files must come
              out the same again (kinds that need a missing folder are skipped, said so)
@@ -13,7 +13,7 @@ Parts, all of them by default: models families quants kquant bins blocks bpe tok
 --story      the story model as .bin, its .tokenizer.bin beside it (models/story.bin)
 --spm        tokenizer.model of the story model (else rebuilt from models/story.gguf)
 
-`smollm2` and a template of `templates` need models/real/smollm2.gguf (sh models/fetch.sh smollm2).
+`real` needs the files of models/real (sh models/fetch.sh smollm2|gemma3|coder05), `templates` the first of them.
 
 Pinned: torch 2.13.0 (CPU), transformers 5.24.0, tokenizers 0.23.3, sentencepiece 0.2.3, gguf 0.19.0,
 safetensors 0.8.0, numpy 2.4.6, jinja2 3.1.6, accelerate 1.15.0.
@@ -35,7 +35,7 @@ The formats
   parity.txt     `KIND T P S N PROMPT OUT`: llama2.c's options -t -p -s -n, prompt and stdout in hex (prompt
                  . is none), for models/story.bin turned into a version 0 file (w = q * scale); KIND any:
                  the text does not hang on the last digits, story.bin itself must give it; f32: it may not
-  smollm2.ref.txt  for each text `text FILE TOKENS NLL`, then a line a position, `nll argmax`: the
+  REAL.ref.txt   (smollm2, gemma3, coder05) for each text `text FILE TOKENS NLL`, then a line a position, `nll argmax`: the
                  negative log-likelihood of the token there (the first has none: 0), and the best id
                  for the next position
 """
@@ -882,16 +882,18 @@ def make_parity(temp):
     write_text("parity.txt", "".join(lines))
 
 
-def make_smollm2(_temp):
-    path = ROOT / "models" / "real" / "smollm2.gguf"
-    if not path.exists():
-        return say("  skipped: needs models/real/smollm2.gguf (sh models/fetch.sh smollm2)")
+def make_real(_temp):
     from real import write_reference
-    write_text("smollm2.ref.txt", write_reference(path))
+    for name in ("smollm2", "gemma3", "coder05"):
+        path = ROOT / "models" / "real" / (name + ".gguf")
+        if path.exists():
+            write_text(name + ".ref.txt", write_reference(path))
+        else:
+            say(f"  {name}: skipped: needs models/real/{name}.gguf (sh models/fetch.sh {name})")
 
 
 PARTS = dict(models=make_models, families=make_families, quants=make_quants, kquant=make_kquant, bins=make_bins, blocks=make_blocks, bpe=make_bpe,
-             tokens=make_tokens, templates=make_templates, parity=make_parity, smollm2=make_smollm2)
+             tokens=make_tokens, templates=make_templates, parity=make_parity, real=make_real)
 
 
 def main():
