@@ -17,7 +17,7 @@ import os
 import re
 import struct
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 
@@ -221,10 +221,34 @@ ARCHS = {
          "num_local_experts": 128, "num_experts_per_tok": 4},
         {"intermediate_size": NARROW["moe_intermediate_size"]}, interleaved=True, truncate=False),
 }
-WRAPPERS = {    # models with eyes: the text model in them
-    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
-    "Mistral3ForConditionalGeneration": "Ministral3ForCausalLM",
+GRANITE_DENSE = replace(ARCHS["GraniteForCausalLM"], layer=PRE_NORMS + ATTENTION + [
+    (role, name.replace("mlp", "mlp.shared_expert"), *rest) for role, name, *rest in MLP])
+EYES = {    # models that see: the text model in them, by its model_type
+    "gemma3_text": ARCHS["Gemma3ForCausalLM"], "ministral3": ARCHS["Ministral3ForCausalLM"],
+    "mistral": replace(ARCHS["MistralForCausalLM"], gguf="mistral3"),
 }
+
+
+def find_arch(config, where):
+    name = (config.get("architectures") or [f"of type {config.get('model_type')}"])[0]
+    text = config.get("text_config")
+    if text and name.endswith("ForConditionalGeneration"):
+        name += f" with {text.get('model_type')}"
+        arch = EYES.get(text.get("model_type"))
+    elif name == "GraniteMoeHybridForCausalLM":     # Granite 4.0; without Mamba it is an older one
+        if set(config.get("layer_types") or ["mamba"]) - {"attention", "full_attention"}:
+            raise ExportError(f"{where}: Mamba layers of {name} are not supported")
+        if config.get("position_embedding_type") != "rope":
+            raise ExportError(f"{where}: position_embedding_type is "
+                              f"{config.get('position_embedding_type')}, expected rope")
+        moe = config.get("num_local_experts", 8)
+        arch = ARCHS["GraniteMoeSharedForCausalLM"] if moe else GRANITE_DENSE
+    else:
+        arch = ARCHS.get(name)
+    if not arch:
+        raise ExportError(f"{where}: architecture {name} is not supported, known are "
+                          + ", ".join(ARCHS))
+    return arch
 
 
 @dataclass
@@ -619,14 +643,14 @@ def refuse_settings(config, arch, where):
 
 
 def hf_params(config, where):
-    name = (config.get("architectures") or [f"of type {config.get('model_type')}"])[0]
-    config = {**config, **(config.get("text_config") or {})}
-    arch = ARCHS.get(WRAPPERS.get(name, name))
-    if not arch:
-        raise ExportError(f"{where}: architecture {name} is not supported, known are "
-                          + ", ".join(ARCHS))
-    config = {**arch.defaults, **config}
+    arch = find_arch(config, where)
+    config = {**arch.defaults, **config, **(config.get("text_config") or {})}
     config.setdefault("qkv_bias", config.get("attention_bias"))
+    if arch is GRANITE_DENSE:
+        config["intermediate_size"] = config.get("shared_intermediate_size", 1024)
+    if not 0 < config["num_hidden_layers"] <= 1000:
+        raise ExportError(f"{where}: num_hidden_layers is {config['num_hidden_layers']}, expected "
+                          "1 to 1000")
     refuse_settings(config, arch, where)
     theta, rope, local_theta = hf_rope(config, arch, where)
     dim, n_heads = config["hidden_size"], config["num_attention_heads"]
@@ -649,8 +673,9 @@ def hf_params(config, where):
         p.narrow = config.get("moe_intermediate_size") or config["intermediate_size"]
         p.shared = config.get("shared_expert_intermediate_size") or config.get(
             "shared_intermediate_size") or 0
-        if not 0 < config["num_experts_per_tok"] <= p.n_experts:
-            raise ExportError(f"{where}: {config['num_experts_per_tok']} of {p.n_experts} experts")
+        if not 0 < config["num_experts_per_tok"] <= p.n_experts <= 1024:
+            raise ExportError(f"{where}: {config['num_experts_per_tok']} of {p.n_experts} experts, "
+                              "expected at most 1024")
     p.check(where)
     factors = rope["rope_type"] == "longrope" and [rope["short_factor"], rope["long_factor"]]
     if factors and not all(len(f) == p.n_rot // 2 and min(f) > 0 for f in factors):

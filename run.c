@@ -1773,17 +1773,29 @@ static Acts acts_at(uint8_t *mem, int n, int64_t cols) { // mem: 64-byte aligned
     return a;
 }
 
-// After row `row` of a->x was filled; rows are independent. Float kernels walk eight floats at a
-// time: what follows the row must be 0, not a stranger's NaN.
-static void acts_quantise(int isa, Acts *a, int row) {
-    for (int64_t k = a->cols; k % 8; k++) a->x[row * a->ldx + k] = 0;
+// x from row `first` and element k (a multiple of 32) on
+static Acts acts_part(const Acts *x, int first, int n, int64_t k) {
+    Acts a = *x;
+    a.n = n;
+    a.x += first * x->ldx + k;
+    a.q += first * x->ldq + k;
+    a.dx += first * x->ldb + k / 32;
+    a.sum += 2 * first * x->ldb + k / 32;
+    return a;
+}
+
+// After columns from ... to - 1 of row `row` of a->x were filled; `from` is a multiple of 32. Float
+// kernels walk eight floats at a time, integer kernels eight blocks: what follows the row must be
+// 0, not a stranger's NaN.
+static void acts_quantise(int isa, const Acts *a, int row, int64_t from, int64_t to) {
+    Acts part = acts_part(a, row, 1, from);
+    part.cols = to - from;
+    for (int64_t k = to; to == a->cols && k % 8; k++) a->x[row * a->ldx + k] = 0;
     if (a->cols % 32) return;
-    kernels[isa].quantise(a, row);
-    int16_t *q = a->q + row * a->ldq;
-    int32_t *sum = a->sum + 2 * row * a->ldb;
-    for (int64_t j = a->cols / 32; j % 8; j++) { // integer kernels walk eight blocks at a time
-        memset(q + 32 * j, 0, 64);
-        a->dx[row * a->ldb + j] = 0, sum[j] = sum[j + a->ldb] = 0;
+    kernels[isa].quantise(&part, 0);
+    for (int64_t j = part.cols / 32; to == a->cols && (from / 32 + j) % 8; j++) {
+        memset(part.q + 32 * j, 0, 64);
+        part.dx[j] = 0, part.sum[j] = part.sum[j + a->ldb] = 0;
     }
 }
 
@@ -1832,17 +1844,6 @@ static void product_dots(const Worker *w, const Acts *x, const Product *p, long 
         for (int r = 0; r < 4; r++) row[r] = MIN(t->rows - 1, i + r * quarter);
         for (int c = 0; c < x->n; c += COLUMNS) dot(p, row, x, c, MIN(COLUMNS, x->n - c));
     }
-}
-
-// x from row `first` and element k (a multiple of 32) on
-static Acts acts_part(const Acts *x, int first, int n, int64_t k) {
-    Acts a = *x;
-    a.n = n;
-    a.x += first * x->ldx + k;
-    a.q += first * x->ldq + k;
-    a.dx += first * x->ldb + k / 32;
-    a.sum += 2 * first * x->ldb + k / 32;
-    return a;
 }
 
 // PANEL_ROWS rows against all columns, PANEL_COLUMNS at a time so that their lanes stay near.
@@ -2894,6 +2895,7 @@ static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
     if (r->size >= 4 && !memcmp(r->base, "GGUF", 4)) {
         const Gguf *g = m->gguf = gguf_read(r);
         m->version = r->base[4];
+        if (need & NEED_WEIGHTS) gguf_join(m->gguf);
         m->chat_template = gguf_string(g, "tokenizer.chat_template");
         m->config.arch = arch_find(g->arch);
         Span kind = gguf_string(g, "tokenizer.ggml.model");
@@ -2905,7 +2907,6 @@ static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
                 for (int i = 0; i < COUNT(archs); i++) str_printf(&list, " %s", archs[i].name);
                 die("%s: architecture `%.*s`, expected one of:%s", r->name, SHOWN(g->arch), list.p);
             }
-            gguf_join(m->gguf);
             if (!g->n_tensors) die("%s: a vocabulary without a model (0 tensors)", r->name);
             gguf_config(m, g);
             gguf_weights(m, g);
@@ -2951,8 +2952,8 @@ static void model_close(Model *m) {
  * (rows of activations, rows of a matrix, heads) and ends when all are done. What a row computes
  * depends on its token, its position and the cache, never on its company: no sum is split over
  * tickets, and each output element is one fixed sequence of operations (chapter 3). So chunk and
- * thread count change the time, not one bit of the text. The price is that threads meet some nine
- * times a layer. Nothing is allocated here: a session sizes everything when it starts.
+ * thread count change the time, not one bit of the text. The price is that threads meet eight times
+ * a layer. Nothing is allocated here: a session sizes everything when it starts.
  */
 typedef struct { int token, pos; } Row; // one position of one sequence
 
@@ -2991,7 +2992,11 @@ typedef struct {
     float *trace; // tests only: residual after each layer, (layers, chunk, dim)
 } Session;
 
-typedef struct { Session *s; int n, want; } Pass;
+typedef struct {
+    Session *s;
+    int n;                              // rows
+    int first;                          // the rows before it end with their keys and values
+} Pass;
 
 // ---- the cache: in a slot first the keys of all kv heads, (kv head, block, head_size, 8
 // positions), then the values, (kv head, position, head_size)
@@ -3012,14 +3017,13 @@ static void kv_put(const Session *s, uint8_t *at, int64_t i, float value) {
     else memcpy(at + 4 * i, &value, 4);
 }
 
-static void kv_store(const Session *s, const Layer *l, int pos, const float *k, const float *v) {
-    int d = l->head_size;
-    for (int h = 0; h < l->n_kv_heads; h++) {
-        uint8_t *keys = kv_keys(s, l, h), *values = kv_values(s, l, h);
-        for (int i = 0; i < d; i++) {
-            kv_put(s, keys, ((int64_t)(pos / 8) * d + i) * 8 + pos % 8, k[h * d + i]);
-            kv_put(s, values, (int64_t)pos * d + i, v[h * d + i]);
-        }
+static void kv_store(const Session *s, const Layer *l, int head, int pos, const float *k,
+                     const float *v) {
+    int64_t d = l->head_size;
+    uint8_t *keys = kv_keys(s, l, head), *values = kv_values(s, l, head);
+    for (int64_t i = 0; i < d; i++) {
+        kv_put(s, keys, (pos / 8 * d + i) * 8 + pos % 8, k[i]);
+        kv_put(s, values, pos * d + i, v[i]);
     }
 }
 
@@ -3068,20 +3072,23 @@ static void row_gate(const Session *s, float *out, const float *gate, const floa
     }
 }
 
-// Adds what a block gave to the stream: x += scale * norm(branch + bias)
-static void row_join(const Session *s, int i, const float *bias, const float *norm) {
+// Between two blocks: what the last one gave joins the stream, x += scale * norm(branch + bias),
+// and the norm of that is what the next matrices read. Row j of branch and activations is row
+// first + j.
+static void rows_join(const Pass *p, Worker *w, const float *bias, const float *post,
+                      const float *next, Acts *a, float *trace) {
+    Session *s = p->s;
     const Config *c = &s->model->config;
-    float *x = s->x + (int64_t)i * c->dim, *branch = s->branch + (int64_t)i * c->dim;
-    row_add(branch, bias, c->dim);
-    if (norm) row_norm(s, branch, branch, norm, c->dim);
-    for (int k = 0; k < c->dim; k++) x[k] += c->residual_scale * branch[k];
-}
-
-// The norm of row i goes to row j of the activations, ready for a matrix.
-static void row_to_acts(const Session *s, Acts *a, int j, int i, const float *weight) {
-    int dim = s->model->config.dim;
-    row_norm(s, a->x + j * a->ldx, s->x + (int64_t)i * dim, weight, dim);
-    acts_quantise(s->team.isa, a, j);
+    for (long j; (j = team_take(w->team)) < p->n - p->first;) {
+        float *x = s->x + (p->first + j) * c->dim, *branch = s->branch + j * c->dim;
+        row_add(branch, bias, c->dim);
+        if (post) row_norm(s, branch, branch, post, c->dim);
+        for (int k = 0; k < c->dim; k++) x[k] += c->residual_scale * branch[k];
+        if (trace) memcpy(trace + (p->first + j) * c->dim, x, sizeof *x * (size_t)c->dim);
+        row_norm(s, a->x + j * a->ldx, x, next, c->dim);
+        acts_quantise(s->team.isa, a, (int)j, 0, c->dim);
+    }
+    team_wait(w->team);
 }
 
 static const float *rope_turn(const Session *s, int table, int row) {
@@ -3119,44 +3126,47 @@ static void rope_apply(const Session *s, const Layer *l, float *heads, int n, in
 }
 
 // ---- attention
-// A row's queries and keys, fresh from their matrices: biases, norms, rope, temperature, store.
-static void attention_row(const Session *s, const Layer *l, int i) {
+// Queries and keys fresh from their matrices, those of kv head h: biases, norms, rope, temperature,
+// store. Where the norm goes over all heads, h is 0 and stands for all.
+static void attention_prepare(const Session *s, const Layer *l, int row, int h, int kv_heads) {
     const Config *c = &s->model->config;
-    int d = l->head_size, q_dim = l->n_heads * d, kv_dim = l->n_kv_heads * d, pos = s->rows[i].pos;
-    float *q = s->q + (int64_t)i * q_dim, *k = s->k + (int64_t)i * kv_dim;
-    float *v = s->v + (int64_t)i * kv_dim;
-    row_add(q, l->bq, q_dim), row_add(k, l->bk, kv_dim), row_add(v, l->bv, kv_dim);
-    if (l->q_norm) {
-        bool wide = c->arch->flags & NORM_QK_WIDE;
-        for (int h = 0; h < q_dim; h += wide ? q_dim : d)
-            row_norm(s, q + h, q + h, l->q_norm, wide ? q_dim : d);
-        for (int h = 0; h < kv_dim; h += wide ? kv_dim : d)
-            row_norm(s, k + h, k + h, l->k_norm, wide ? kv_dim : d);
-    }
-    rope_apply(s, l, q, l->n_heads, i);
-    rope_apply(s, l, k, l->n_kv_heads, i);
-    if (c->heat) {
-        float heat = (float)(1 + (double)c->heat * log(1 + pos / c->heat_len));
-        for (int h = 0; h < q_dim; h++) q[h] *= heat;
-    }
-    kv_store(s, l, pos, k, v);
+    int d = l->head_size, group = l->n_heads / l->n_kv_heads, pos = s->rows[row].pos;
+    int q_dim = kv_heads * group * d, kv_dim = kv_heads * d, q_at = h * group * d, kv_at = h * d;
+    float *q = s->q + (int64_t)row * l->n_heads * d + q_at;
+    float *k = s->k + (int64_t)row * l->n_kv_heads * d + kv_at;
+    float *v = s->v + (int64_t)row * l->n_kv_heads * d + kv_at;
+    if (l->bq) row_add(q, l->bq + q_at, q_dim);
+    if (l->bk) row_add(k, l->bk + kv_at, kv_dim);
+    if (l->bv) row_add(v, l->bv + kv_at, kv_dim);
+    bool wide = c->arch->flags & NORM_QK_WIDE;
+    for (int i = 0; l->q_norm && i < q_dim; i += wide ? q_dim : d)
+        row_norm(s, q + i, q + i, l->q_norm, wide ? q_dim : d);
+    for (int i = 0; l->k_norm && i < kv_dim; i += wide ? kv_dim : d)
+        row_norm(s, k + i, k + i, l->k_norm, wide ? kv_dim : d);
+    rope_apply(s, l, q, kv_heads * group, row);
+    rope_apply(s, l, k, kv_heads, row);
+    float heat = c->heat ? (float)(1 + (double)c->heat * log(1 + pos / c->heat_len)) : 1;
+    for (int i = 0; c->heat && i < q_dim; i++) q[i] *= heat;
+    for (int i = 0; i < kv_heads; i++) kv_store(s, l, h + i, pos, k + i * d, v + i * d);
 }
 
-// One tile: up to QUERY_TILE queries of one kv head, query t being head t % group of row t / group.
+// One tile: up to QUERY_TILE queries of one kv head, query t being head t % group of row first +
+// t / group.
 // Scores of a query are all there before its softmax, so no result hangs on how rows were tiled.
 static void attention_tile(const Pass *p, Worker *w, const Layer *l, Acts *a, int kv_head,
                            int tile) {
     Session *s = p->s;
     const VecOps *ops = &vec_ops[s->team.isa];
     int d = l->head_size, group = l->n_heads / l->n_kv_heads, first = tile * QUERY_TILE;
-    int nq = MIN(QUERY_TILE, p->n * group - first);
+    int nq = MIN(QUERY_TILE, (p->n - p->first) * group - first);
     int64_t room = kv_room(s), from[QUERY_TILE], to[QUERY_TILE], lo = room, hi = 0;
     float *score[QUERY_TILE], *out[QUERY_TILE], z[QUERY_TILE];
     const float *q[QUERY_TILE], *e[QUERY_TILE];
     for (int t = 0; t < nq; t++) {
-        int row = (first + t) / group, head = kv_head * group + (first + t) % group;
+        int j = (first + t) / group, row = p->first + j,
+            head = kv_head * group + (first + t) % group;
         q[t] = s->q + ((int64_t)row * l->n_heads + head) * d;
-        out[t] = a->x + row * a->ldx + (int64_t)head * d;
+        out[t] = a->x + j * a->ldx + (int64_t)head * d;
         e[t] = score[t] = s->scores + ((int64_t)w->rank * QUERY_TILE + t) * room;
         to[t] = s->rows[row].pos + 1;
         from[t] = l->window && to[t] > l->window ? to[t] - l->window : 0;
@@ -3183,50 +3193,58 @@ static void attention_tile(const Pass *p, Worker *w, const Layer *l, Acts *a, in
     for (int t = 0; t < nq; t++) {
         ops->mix(s->half, e + t, 1, values, d, MAX(from[t], all_to), to[t], out + t);
         for (int i = 0; i < d; i++) out[t][i] /= z[t];
+        int64_t row = (first + t) / group, at = out[t] - (a->x + row * a->ldx);
+        if (d % 32 == 0) acts_quantise(s->team.isa, a, (int)row, at, at + d);
     }
 }
 
-static void layer_attention(const Pass *p, Worker *w, const Layer *l) {
+// From the activations `a` of all rows to the branch of those from p->first on.
+static void layer_attention(const Pass *p, Worker *w, const Layer *l, const Acts *a) {
     Session *s = p->s;
     int dim = s->model->config.dim, q_dim = l->n_heads * l->head_size;
-    int kv_dim = l->n_kv_heads * l->head_size;
-    Acts a = acts_at(s->acts, p->n, dim), att = acts_at(s->acts, p->n, q_dim);
-    for (long i; (i = team_take(w->team)) < p->n;) row_to_acts(s, &a, (int)i, (int)i, l->attn_norm);
+    int kv_dim = l->n_kv_heads * l->head_size, rows = p->n - p->first;
+    Acts att = acts_at(s->acts, rows, q_dim);
+    matmul(w, a, (Product[]){{&l->wq, s->q, q_dim, 0, p->n}, {&l->wk, s->k, kv_dim, 0, p->n},
+                             {&l->wv, s->v, kv_dim, 0, p->n}}, 3);
+
+    int at_once = s->model->config.arch->flags & NORM_QK_WIDE ? l->n_kv_heads : 1;
+    int pieces = l->n_kv_heads / at_once;
+    for (long i; (i = team_take(w->team)) < (long)p->n * pieces;)
+        attention_prepare(s, l, (int)i / pieces, (int)i % pieces, at_once);
     team_wait(w->team);
 
-    matmul(w, &a,
-           (Product[]){{&l->wq, s->q, q_dim, 0, p->n}, {&l->wk, s->k, kv_dim, 0, p->n},
-                       {&l->wv, s->v, kv_dim, 0, p->n}}, 3);
-
-    for (long i; (i = team_take(w->team)) < p->n;) attention_row(s, l, (int)i);
-    team_wait(w->team);
-
-    int tiles = (p->n * (l->n_heads / l->n_kv_heads) + QUERY_TILE - 1) / QUERY_TILE;
+    int tiles = (rows * (l->n_heads / l->n_kv_heads) + QUERY_TILE - 1) / QUERY_TILE;
     for (long i; (i = team_take(w->team)) < (long)tiles * l->n_kv_heads;)
         attention_tile(p, w, l, &att, (int)(i % l->n_kv_heads),
                        tiles - 1 - (int)(i / l->n_kv_heads));
     team_wait(w->team);
-    for (long i; (i = team_take(w->team)) < p->n;) acts_quantise(s->team.isa, &att, (int)i);
-    team_wait(w->team);
+    if (l->head_size % 32) {            // else attention_tile has done it
+        for (long i; (i = team_take(w->team)) < rows;)
+            acts_quantise(s->team.isa, &att, (int)i, 0, q_dim);
+        team_wait(w->team);
+    }
 
-    matmul(w, &att, (Product[]){{&l->wo, s->branch, dim, 0, p->n}}, 1);
+    matmul(w, &att, (Product[]){{&l->wo, s->branch, dim, 0, rows}}, 1);
 }
 
 // ---- feed-forward: w2 (act(w1 h) * w3 h)
 static void ffn_dense(const Pass *p, Worker *w, const Layer *l, const Acts *a) {
     Session *s = p->s;
-    int dim = s->model->config.dim, hidden = l->hidden_dim;
-    Acts h = acts_at(s->pair_acts, p->n, hidden);
-    matmul(w, a, (Product[]){{&l->w1, s->h1, hidden, 0, p->n},
-                              {&l->w3, s->h3, hidden, 0, p->n}}, 2);
-    for (long i; (i = team_take(w->team)) < p->n;) {
-        float *gate = s->h1 + i * hidden, *up = s->h3 + i * hidden;
-        row_add(gate, l->b1, hidden), row_add(up, l->b3, hidden);
-        row_gate(s, h.x + i * h.ldx, gate, up, hidden);
-        acts_quantise(s->team.isa, &h, (int)i);
+    int dim = s->model->config.dim, hidden = l->hidden_dim, rows = p->n - p->first;
+    int part = rows < w->team->n ? 512 : hidden, pieces = (hidden + part - 1) / part;
+    Acts h = acts_at(s->pair_acts, rows, hidden);
+    matmul(w, a, (Product[]){{&l->w1, s->h1, hidden, 0, rows}, {&l->w3, s->h3, hidden, 0, rows}},
+           2);
+    for (long i; (i = team_take(w->team)) < (long)rows * pieces;) {
+        int64_t row = i / pieces, from = i % pieces * part, to = MIN(hidden, from + part);
+        float *gate = s->h1 + row * hidden + from, *up = s->h3 + row * hidden + from;
+        if (l->b1) row_add(gate, l->b1 + from, to - from);
+        if (l->b3) row_add(up, l->b3 + from, to - from);
+        row_gate(s, h.x + row * h.ldx + from, gate, up, to - from);
+        acts_quantise(s->team.isa, &h, (int)row, from, to);
     }
     team_wait(w->team);
-    matmul(w, &h, (Product[]){{&l->w2, s->branch, dim, 0, p->n}}, 1);
+    matmul(w, &h, (Product[]){{&l->w2, s->branch, dim, 0, rows}}, 1);
 }
 
 // Softmax over the router's logits; the n_used largest, the lower index among equals.
@@ -3278,12 +3296,13 @@ static void experts_matmul(const Session *s, Worker *w, const Layer *l, const Ac
 static void ffn_experts(const Pass *p, Worker *w, const Layer *l, const Acts *a) {
     Session *s = p->s;
     const Config *c = &s->model->config;
-    int dim = c->dim, hidden = l->expert_dim, pairs = p->n * c->n_used;
+    int dim = c->dim, hidden = l->expert_dim, rows = p->n - p->first;
+    int pairs = rows * c->n_used;
     Acts in = acts_at(s->pair_acts, pairs, dim), h = acts_at(s->pair_acts, pairs, hidden);
-    matmul(w, a, (Product[]){{&l->router, s->route, l->n_experts, 0, p->n}}, 1);
-    for (long i; (i = team_take(w->team)) < p->n;) experts_choose(s, l, (int)i);
+    matmul(w, a, (Product[]){{&l->router, s->route, l->n_experts, 0, rows}}, 1);
+    for (long i; (i = team_take(w->team)) < rows;) experts_choose(s, l, (int)i);
     team_wait(w->team);
-    if (w->rank == 0) experts_sort(s, l, p->n);
+    if (w->rank == 0) experts_sort(s, l, rows);
     team_wait(w->team);
     for (long i; (i = team_take(w->team)) < pairs;)
         acts_copy(&in, s->place[i], a, (int)i / c->n_used);
@@ -3295,11 +3314,11 @@ static void ffn_experts(const Pass *p, Worker *w, const Layer *l, const Acts *a)
         if (l->be1) row_add(gate, l->be1 + e * hidden, hidden);
         if (l->be3) row_add(up, l->be3 + e * hidden, hidden);
         row_gate(s, h.x + at * h.ldx, gate, up, hidden);
-        acts_quantise(s->team.isa, &h, (int)at);
+        acts_quantise(s->team.isa, &h, (int)at, 0, hidden);
     }
     team_wait(w->team);
     experts_matmul(s, w, l, &h, (const Tensor *[]){&l->e2}, (float *[]){s->expert_out}, 1);
-    for (long i; (i = team_take(w->team)) < p->n;) {
+    for (long i; (i = team_take(w->team)) < rows;) {
         float *branch = s->branch + i * dim, shared = 0;
         if (l->shared_gate) {           // the sigmoid of its product with the row
             const float *x = a->x + i * a->ldx;
@@ -3318,49 +3337,40 @@ static void ffn_experts(const Pass *p, Worker *w, const Layer *l, const Acts *a)
     team_wait(w->team);
 }
 
-static void layer_ffn(const Pass *p, Worker *w, const Layer *l) {
-    Session *s = p->s;
-    Acts a = acts_at(s->acts, p->n, s->model->config.dim);
-    for (long i; (i = team_take(w->team)) < p->n;) {
-        row_join(s, (int)i, l->bo, l->attn_post);
-        row_to_acts(s, &a, (int)i, (int)i, l->ffn_norm);
-    }
-    team_wait(w->team);
-    if (l->hidden_dim) ffn_dense(p, w, l, &a);
-    if (l->n_experts) ffn_experts(p, w, l, &a);
-    for (long i; (i = team_take(w->team)) < p->n;) row_join(s, (int)i, l->b2, l->ffn_post);
-    team_wait(w->team);
-}
-
 static void forward_worker(void *arg, int rank) {
-    const Pass *p = arg;
-    Session *s = p->s;
+    Pass p = *(const Pass *)arg;
+    Session *s = p.s;
     Worker *w = &s->worker[rank];
     const Model *m = s->model;
-    int dim = m->config.dim;
-    for (long i; (i = team_take(w->team)) < p->n;) {
-        tensor_row(&m->embedding, s->rows[i].token, s->x + i * dim);
-        for (int k = 0; k < dim; k++) s->x[i * dim + k] *= m->config.embed_scale;
+    int dim = m->config.dim, wanted = p.n - p.first;
+    Acts a = acts_at(s->acts, p.n, dim);
+    for (long i; (i = team_take(w->team)) < p.n;) {
+        float *x = s->x + i * dim;
+        tensor_row(&m->embedding, s->rows[i].token, x);
+        for (int k = 0; k < dim; k++) x[k] *= m->config.embed_scale;
         rope_angles(s, (int)i);
+        row_norm(s, a.x + i * a.ldx, x, m->layers[0].attn_norm, dim);
+        acts_quantise(s->team.isa, &a, (int)i, 0, dim);
     }
     team_wait(w->team);
-    for (int l = 0; l < m->config.n_layers; l++) {
-        layer_attention(p, w, &m->layers[l]);
-        layer_ffn(p, w, &m->layers[l]);
-        if (s->trace && rank == 0)
-            memcpy(s->trace + (int64_t)l * s->chunk * dim, s->x,
-                   sizeof(float) * (size_t)(p->n * dim));
+    p.first = 0;
+    for (int i = 0; i < m->config.n_layers; i++) {
+        const Layer *l = &m->layers[i];
+        bool last = i + 1 == m->config.n_layers;
+        if (last) p.first = p.n - wanted; // of the last layer only they are read
+        layer_attention(&p, w, l, &a);
+        if (last && !wanted) return;
+        a = acts_at(s->acts, p.n - p.first, dim);
+        rows_join(&p, w, l->bo, l->attn_post, l->ffn_norm, &a, NULL);
+        if (l->hidden_dim) ffn_dense(&p, w, l, &a);
+        if (l->n_experts) ffn_experts(&p, w, l, &a);
+        rows_join(&p, w, l->b2, l->ffn_post, last ? m->output_norm : l[1].attn_norm, &a,
+                  s->trace ? s->trace + (int64_t)i * s->chunk * dim : NULL);
     }
-    int n = p->want == WANT_ALL ? p->n : p->want == WANT_LAST;
-    if (!n) return;
-    Acts a = acts_at(s->acts, n, dim);
-    for (long i; (i = team_take(w->team)) < n;)
-        row_to_acts(s, &a, (int)i, p->n - n + (int)i, m->output_norm);
-    team_wait(w->team);
     int64_t vocab = m->config.vocab_size;
-    matmul(w, &a, (Product[]){{&m->output, s->logits, vocab, 0, n}}, 1);
+    matmul(w, &a, (Product[]){{&m->output, s->logits, vocab, 0, wanted}}, 1);
     if (m->config.logit_divisor == 1 && !m->config.logit_cap) return;
-    for (long i; (i = team_take(w->team)) < n;) {
+    for (long i; (i = team_take(w->team)) < wanted;) {
         float *logits = s->logits + i * vocab;
         for (int64_t k = 0; k < vocab; k++) logits[k] /= m->config.logit_divisor;
         row_cap(s, logits, 0, vocab, m->config.logit_cap);
@@ -3371,7 +3381,7 @@ static void forward_worker(void *arg, int rank) {
 // logits of the rows wanted, (1 or n, vocab_size), or NULL; WANT_ALL needs logit_rows >= n.
 static float *forward(Session *s, int n, int want) {
     assert(n >= 1 && n <= s->chunk && (want != WANT_ALL || n <= s->logit_rows));
-    Pass pass = {s, n, want};
+    Pass pass = {s, n, want == WANT_ALL ? 0 : want == WANT_LAST ? n - 1 : n};
     team_run(&s->team, forward_worker, &pass);
     return want == WANT_NONE ? NULL : s->logits;
 }

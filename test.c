@@ -231,11 +231,25 @@ static void test_reference(void) {
     }
 }
 
+// A set of files is the model that was cut; only its first part opens it.
+static void test_split(void) {
+    Outcome whole = program("tests/qwen3.gguf", "-m", "score", "--ids", "-i", "1 2 3 4 5 6", NULL);
+    Outcome set = program("tests/split-00001-of-00003.gguf", "-m", "score", "--ids", "-i",
+                          "1 2 3 4 5 6", NULL);
+    check(!set.status && set.out.n > 20 && str_has(&whole.out, set.out.p), "%s", set.err.p);
+    outcome_free(&whole), outcome_free(&set);
+    set = program("tests/split-00002-of-00003.gguf", "-i", "x", NULL);
+    check(set.status == 1 && str_has(&set.err, "the first part"), "%s", set.err.p);
+    outcome_free(&set);
+}
+
 // ---- the promise: the same bits whatever the company
 static void test_invariance(void) {
     static const char *const models[] = {"models/story.gguf", "models/story.bin",
                                          "tests/kquant.gguf", "tests/odd.gguf",
-                                         "tests/quant-bf16.gguf"};
+                                         "tests/quant-bf16.gguf", "tests/gpt-oss.gguf",
+                                         "tests/gemma3.gguf", "tests/qwen2moe.gguf",
+                                         "tests/olmo3.gguf"};
     static const int ways[][2] = {{1, 1},  {1, 7},  {2, 1},  {2, 7},
                                   {2, 64}, {3, 16}, {4, 64}, {4, 200}}; // threads, chunk
     for (int f = 0; f < COUNT(models); f++) {
@@ -526,7 +540,7 @@ static void test_kernels(void) {
                     Team team = {.n = 1 + b % 2, .isa = isa};
                     Acts part = x;
                     part.n = batches[b];
-                    for (int i = 0; i < part.n; i++) acts_quantise(isa, &part, i);
+                    for (int i = 0; i < part.n; i++) acts_quantise(isa, &part, i, 0, cols);
                     job.worker[0].team = job.worker[1].team = &team;
                     job.x = &part, job.product = (Product){&t, y, rows, 0, part.n};
                     memset(y, 0xFF, sizeof *y * (size_t)(33 * rows));
@@ -1015,7 +1029,7 @@ static void test_real(void) {
         char path[64], reference[64], missing[128];
         snprintf(path, sizeof path, "models/real/%s.gguf", names[i]);
         snprintf(reference, sizeof reference, "%s.ref.txt", names[i]);
-        snprintf(missing, sizeof missing, "%s is not there (sh models/fetch.sh %s)", path, names[i]);
+        snprintf(missing, sizeof missing, "no %s (sh models/fetch.sh %s)", path, names[i]);
         if (!file_exists(path)) {
             skip(missing);
             continue;
@@ -1038,6 +1052,7 @@ static const struct { const char *name, *what; void (*run)(void); bool by_name; 
     {"worked", "worked numbers of textbooks", test_worked_numbers, false},
     {"kernels", "every product against its definition, bit for bit", test_kernels, false},
     {"reference", "logits and residuals against transformers", test_reference, false},
+    {"split", "a model in several files", test_split, false},
     {"invariance", "same bits whatever threads, chunk, instruction set", test_invariance, false},
     {"sessions", "rewinding and feeding anew changes nothing", test_sessions, false},
     {"chat", "turns, full contexts, end of input", test_chat, false},

@@ -3,7 +3,7 @@
 
     python tests/make.py [PART ...] [--check] [--llama2c DIR] [--llamacpp DIR] [--story FILE] [--spm FILE]
 
-Parts, all of them by default: models families quants kquant bins blocks bpe tokens templates parity real
+Parts, all of them by default: models families split quants kquant bins blocks bpe tokens templates parity real
 --check      test what is there instead of writing: a float64 forward pass over each exported file,
              written independently of the program, must give the reference; the text files must come
              out the same again (kinds that need a missing folder are skipped, said so)
@@ -197,6 +197,30 @@ def make_families(temp):
             write_ref(HERE / (name + ".ref"), ids, *run_reference(model, ids), rows)
             say(f"  {name}: {(HERE / (name + '.gguf')).stat().st_size} + {(HERE / (name + '.ref')).stat().st_size} bytes")
         compare(name, HERE / (name + ".gguf"), 1e-4)
+
+
+def make_split(_temp):
+    """qwen3.gguf as a set of three files; the first holds the keys and no tensor, as such sets often do."""
+    data = (HERE / "qwen3.gguf").read_bytes()
+    tensors = gguf.GGUFReader(HERE / "qwen3.gguf").tensors
+    n_keys, keys = struct.unpack_from("<Q", data, 16)[0], data[24:tensors[0].field.offset]
+    half = len(tensors) // 2
+    for no, part in enumerate(([], tensors[:half], tensors[half:])):
+        infos, body = b"", b""
+        for t in part:
+            name = t.name.encode()
+            body += b"\0" * (-len(body) % 32)
+            infos += struct.pack("<Q", len(name)) + name + struct.pack(f"<I{len(t.shape)}Q", len(t.shape), *map(int, t.shape))
+            infos += struct.pack("<IQ", t.tensor_type, len(body))
+            body += data[t.data_offset:t.data_offset + t.n_bytes]
+        split = b"".join(struct.pack("<Q", len(key)) + key + struct.pack("<IH", 2, value)
+                         for key, value in ((b"split.no", no), (b"split.count", 3)))
+        head = b"GGUF" + struct.pack("<IQQ", 3, len(part), 2 + n_keys * (no == 0)) + keys * (no == 0) + split + infos
+        whole, path = head + b"\0" * (-len(head) % 32) + body, HERE / f"split-{no + 1:05}-of-00003.gguf"
+        if ARGS.check:
+            check(path.read_bytes() == whole, f"{path.name}: comes out the same again")
+        else:
+            path.write_bytes(whole)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -892,8 +916,9 @@ def make_real(_temp):
             say(f"  {name}: skipped: needs models/real/{name}.gguf (sh models/fetch.sh {name})")
 
 
-PARTS = dict(models=make_models, families=make_families, quants=make_quants, kquant=make_kquant, bins=make_bins, blocks=make_blocks, bpe=make_bpe,
-             tokens=make_tokens, templates=make_templates, parity=make_parity, real=make_real)
+PARTS = dict(models=make_models, families=make_families, split=make_split, quants=make_quants, kquant=make_kquant,
+             bins=make_bins, blocks=make_blocks, bpe=make_bpe, tokens=make_tokens, templates=make_templates,
+             parity=make_parity, real=make_real)
 
 
 def main():
