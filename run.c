@@ -439,6 +439,13 @@ static float rng_float(uint64_t *state) { // [0, 1)
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#ifdef __clang__
+#define UNROLL _Pragma("unroll(8)")
+#define KEEP(v) (void)(v)
+#else
+#define UNROLL _Pragma("GCC unroll 8")
+#define KEEP(v) __asm__("" : "+v"(v)) // in its register: gcc re-associates sums, repeats loads
+#endif
 
 enum { ISA_C, ISA_AVX2, ISA_AVX512, ISA_COUNT };
 enum { LANES = 8, FLOAT_BLOCK = 2048 };
@@ -470,11 +477,16 @@ typedef struct {            // y[i * ldy + r] = row r of w times row i of x
     int first, n;           // of these rows of x: row `first` makes y[0 .. ldy)
 } Product;
 
-typedef struct {            // a block of the file, opened: a weight is (u - format->offset) * s + m
-    uint8_t u[256];
-    float s[16];            // one for 32 weights, or one for 16 where format->scales is 2
-    float m[8];             // one for 32 weights
-} Block;
+typedef uint64_t V32 __attribute__((vector_size(32))); // GNU C's vectors: 32 bytes as four words,
+typedef uint32_t V8u __attribute__((vector_size(32))); // and eights of numbers
+typedef int32_t V8i __attribute__((vector_size(32)));
+typedef float V8f __attribute__((vector_size(32)));
+typedef struct {            // eight blocks of 32 weights, opened: one is (u - offset) * s + m
+    V32 u[8];               // a byte a weight
+    V8f s[2], m[2];         // of block i in element i; [1]: of its second 16 weights, in formats
+                            // whose scales or minima serve 16
+    V8i sc[2], mn[2];       // formats of 256 weights: s and m in units of the file's d and dmin
+} Group;
 
 // Many columns: PANEL_ROWS rows are opened a piece of K at a time into a panel that stays in the
 // near cache while all columns pass; part[] keeps eight lanes of every product between two pieces.
@@ -483,7 +495,7 @@ typedef union {
     float w[PANEL_ROWS / 2][PANEL_K / 8][2][8]; // pairs of rows, eight weights of each in turn
     struct {                                    // 16 rows side by side: [block][pair][row][which]
         int16_t q[PANEL_BLOCKS][16][16][2];     // pairs 0-7: weights 0 2, 4 6 ...; 8-15: 1 3, 5 7
-        float s[PANEL_BLOCKS][2][16], m[PANEL_BLOCKS][16];
+        float s[PANEL_BLOCKS][2][16], m[PANEL_BLOCKS][2][16];
     } half[PANEL_ROWS / 16];
 } Panel;
 
@@ -492,7 +504,6 @@ typedef union {
 // Tile: the lanes of a few rows and columns += the panel's weights times len activations of x.
 // Fold: y = the folded lanes (y += them, if more) of n columns.
 enum { COLUMNS = 4 };
-typedef struct Group Group; // eight blocks opened by vector code
 typedef struct PanelKernels PanelKernels;
 typedef void Dot(const Product *p, const int64_t *row, const Acts *x, int first, int n);
 typedef void Pack(const Tensor *t, int64_t row, int64_t k, int len, Panel *p);
@@ -503,14 +514,17 @@ typedef void Fold(const PanelKernels *k, const float *part, int n, int rows, boo
 
 struct Format {
     const char *name;
-    uint32_t id;                 // GGUF's tensor type
-    int block, bytes;            // weights a block, bytes a block
-    bool quantised;              // meets 16-bit activations
-    int offset, scales, minimum; // of the integers; scales for 32 weights (1, 2); has a minimum
-    void (*open)(const Tensor *t, const uint8_t *p, Block *b);         // quantised: one block; and
-    void (*group)(const Tensor *t, const uint8_t *p, int n, Group *g); // n <= 8 times 32 weights
+    uint32_t id;           // GGUF's tensor type
+    int block, bytes;      // weights a block, bytes a block
+    bool quantised;        // meets 16-bit activations
+    int offset;            // of the integers
+    int scales, minima;    // for 32 weights: 1 or 2, 0 to 2
+    int d_at;              // place of the block's f16 scale, its f16 minimum follows; -1: elsewhere
+    const uint8_t *table;  // what the nibbles stand for, offset added
+    void (*load)(const Tensor *t, const uint8_t *p, int n, Group *g); // plain C, needs finish_c
+    void (*open)(const Tensor *t, const uint8_t *p, int n, Group *g); // vector code
     void (*expand)(const Tensor *t, int64_t row, int64_t k, int n, float *out);
-    Dot *dot[2];                 // plain C, vector; NULL: the vector code has only panels
+    Dot *dot[2];           // plain C, vector; NULL: the vector code has only panels
 };
 
 struct PanelKernels {
@@ -567,96 +581,204 @@ INLINE float fma_or(bool fused, float a, float b, float c) {
     return fused ? __builtin_fmaf(a, b, c) : c + a * b;
 }
 
-// ---- block loaders, plain C
-// q4_0, 18 bytes:   | d f16 | 16 bytes of nibbles |
-// q4_1, 20 bytes:   | d f16 | m f16 | 16 bytes of nibbles |
-// q5_0, 22 bytes:   | d f16 | 32 fifth bits | 16 bytes of nibbles |
-// q5_1, 24 bytes:   | d f16 | m f16 | 32 fifth bits | 16 bytes of nibbles |
-// Nibbles: byte k holds weight k in its low half and weight k + 16 in its high half.
-static void small_open(const Tensor *t, const uint8_t *p, Block *b) {
-    const bool minimum = t->format->minimum, fifth = t->format->bytes >= 22;
-    const uint8_t *bits = p + (minimum ? 4 : 2), *nibbles = bits + (fifth ? 4 : 0);
-    b->s[0] = f16_at(p);
-    b->m[0] = minimum ? f16_at(p + 2) : 0;
-    for (int k = 0; k < 32; k++) {
-        int high = fifth ? bits[k / 8] >> k % 8 & 1 : 0;
-        b->u[k] = (uint8_t)((nibbles[k % 16] >> k / 16 * 4 & 15) | high << 4);
+// ---- loaders. A loader turns eight blocks of 32 weights into bytes, 32 at a time. It is written
+// once, in GNU C's vectors: compilers make AVX2, SSE2 or NEON code of them, or plain arithmetic on
+// 64-bit words. n: how many of the eight blocks exist (of formats with 256 weights a block, all).
+// What needs instructions that C has no word for (f16, look-up) is left to finish_c, finish_avx2.
+#define EACH(byte) ((byte) * 0x0101010101010101u) // in each byte of a word
+#define SHIFT(v, left) ((left) > 0 ? (v) << (left) : (v) >> -(left))
+#define MISSING -0.0f // scale of a block that is not there: its step changes no lane, not even -0
+
+// q8_0, 34 bytes:   | d f16 | 32 signed bytes |
+// bin8, 32 bytes:   | 32 signed bytes |: llama2.c's version 2 where no group crosses a row
+INLINE void bytes_load(const uint8_t *p, int bytes, int n, Group *g) {
+    UNROLL for (int i = 0; i < n; i++, p += bytes) {
+        memcpy(&g->u[i], p, 32);
+        g->u[i] ^= EACH(128);
     }
 }
 
-// bin8, llama2.c's version 2 where no group crosses a row: 32 signed bytes; scales are elsewhere
 static float bin8_scale(const Tensor *t, const uint8_t *p) {
     size_t k = (size_t)(p - t->data), g = (size_t)t->group;
     return f32_at(t->scales + 4 * (g & (g - 1) ? k / g : k >> __builtin_ctz((unsigned)g)));
 }
 
-static void bin8_open(const Tensor *t, const uint8_t *p, Block *b) {
-    b->s[0] = bin8_scale(t, p);
-    for (int k = 0; k < 32; k++) b->u[k] = p[k] ^ 128;
+INLINE void bin8_scales(const Tensor *t, const uint8_t *p, int n, Group *g) {
+    float d[8];
+    UNROLL for (int i = 0; i < 8; i++) d[i] = i < n ? bin8_scale(t, p + 32 * i) : MISSING;
+    memcpy(&g->s[0], d, sizeof d);
 }
 
-// q8_0, 34 bytes:   | d f16 | 32 signed bytes |
-static void q8_0_open(const Tensor *t, const uint8_t *p, Block *b) {
-    (void)t;
-    b->s[0] = f16_at(p);
-    for (int k = 0; k < 32; k++) b->u[k] = p[2 + k] ^ 128;
+// q4_0, 18 bytes:   | d f16 | 16 bytes of nibbles |                   iq4_nl: the same
+// q4_1, 20 bytes:   | d f16 | m f16 | 16 bytes of nibbles |
+// q5_0, 22 bytes:   | d f16 | 32 fifth bits | 16 bytes of nibbles |
+// q5_1, 24 bytes:   | d f16 | m f16 | 32 fifth bits | 16 bytes of nibbles |
+// mxfp4, 17 bytes:  | E | 16 bytes of nibbles |                       scale 2^(E - 128)
+// Nibbles: byte k holds weight k in its low half and weight k + 16 in its high half.
+INLINE void nibbles_load(const uint8_t *p, int bytes, int n, Group *g) {
+    UNROLL for (int i = 0; i < n; i++, p += bytes) {
+        uint64_t a, b;
+        memcpy(&a, p, 8), memcpy(&b, p + 8, 8);
+        g->u[i] = (V32){a, b, a, b} >> (V32){0, 0, 4, 4} & EACH(15);
+    }
 }
 
-// The 12 bytes of q4_K and q5_K: a scale and a minimum of 6 bits for each of 8 sub-blocks.
-// bytes 0-3  | sc[4..7] bits 5-4 | sc[0..3]           |
-// bytes 4-7  | mn[4..7] bits 5-4 | mn[0..3]           |
-// bytes 8-11 | mn[4..7] bits 3-0 | sc[4..7] bits 3-0  |     Byte i of *sc becomes sc[i]; *mn too.
-static void k_scales(const uint8_t *p, uint64_t *sc, uint64_t *mn) {
-    uint32_t a, b, c;
-    memcpy(&a, p, 4), memcpy(&b, p + 4, 4), memcpy(&c, p + 8, 4);
-    uint32_t sc_high = (c & 0x0F0F0F0F) | (a >> 2 & 0x30303030);
-    uint32_t mn_high = (c >> 4 & 0x0F0F0F0F) | (b >> 2 & 0x30303030);
-    *sc = (a & 0x3F3F3F3F) | (uint64_t)sc_high << 32;
-    *mn = (b & 0x3F3F3F3F) | (uint64_t)mn_high << 32;
+INLINE void fifth_bits_load(const uint8_t *p, int bytes, int n, Group *g) {
+    UNROLL for (int i = 0; i < n; i++, p += bytes) {
+        uint32_t b;
+        memcpy(&b, p, 4);
+        // four bits to a word; four copies of them, 7 bits apart, bring each into its byte
+        V8u v = (V8u){b, b, b, b, b, b, b, b} >> (V8u){0, 4, 8, 12, 16, 20, 24, 28} & 15;
+        g->u[i] |= (V32)(v * 0x02040810u & 0x10101010u);
+    }
+}
+
+INLINE void mxfp4_scales(const uint8_t *p, int n, Group *g) { // E < 2: subnormal
+    uint32_t e[8];
+    UNROLL for (int i = 0; i < 8; i++) e[i] = i < n ? p[17 * i] : 257; // that makes MISSING
+    V8u v = {e[0], e[1], e[2], e[3], e[4], e[5], e[6], e[7]}, small = (V8u)(v < 2);
+    g->s[0] = (V8f)((small & ((v + 1) << 21)) | (~small & ((v - 1) << 23)));
+}
+
+// Nibbles of iq4_nl and iq4_xs: this - 128; of mxfp4, twice the value of E2M1: this - 12
+static const uint8_t iq4_table[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                      129, 141, 153, 166, 181, 197, 217, 241};
+static const uint8_t fp4_table[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+INLINE void ints_of_bytes(uint64_t b, V8i *v) {
+    V32 pair = (V32){b, b, b, b} >> (V32){0, 16, 32, 48};
+    *v = (V8i)((pair & 0xFF) | (pair & 0xFF00) << 24);
+}
+
+// Of 16 bytes the even-numbered to v[0], the others to v[1]
+INLINE void ints_of_pairs(uint64_t a, uint64_t b, V8i v[2]) {
+    V32 four = (V32){a, a, b, b} >> (V32){0, 32, 0, 32};
+    v[0] = (V8i)((four & 0xFF) | (four & 0xFF0000) << 16);
+    v[1] = (V8i)((four >> 8 & 0xFF) | (four >> 8 & 0xFF0000) << 16);
 }
 
 // q4_K, 144 bytes:  | d f16 | dmin f16 | 12 bytes of scales | 4 x 32 bytes: low nibbles, high |
 // q5_K, 176 bytes:  with 32 bytes of fifth bits before the nibbles: bit i of byte k for sub-block i
-static void k_open(const Tensor *t, const uint8_t *p, Block *b) {
-    const bool fifth = t->format->bytes == 176;
-    const uint8_t *bits = p + 16, *nibbles = fifth ? p + 48 : p + 16;
-    uint64_t sc, mn;
-    k_scales(p + 4, &sc, &mn);
-    for (int e = 0; e < 256; e++) {
-        int i = e / 32, k = e % 32, high = fifth ? bits[k] >> i & 1 : 0;
-        b->u[e] = (uint8_t)((nibbles[i / 2 * 32 + k] >> i % 2 * 4 & 15) | high << 4);
-        b->s[i] = f16_at(p) * (float)(sc >> 8 * i & 63);
-        b->m[i] = -(f16_at(p + 2) * (float)(mn >> 8 * i & 63));
+// The 12 bytes: a scale and a minimum of 6 bits for each of 8 sub-blocks.
+// bytes 0-3  | sc[4..7] bits 5-4 | sc[0..3]           |
+// bytes 4-7  | mn[4..7] bits 5-4 | mn[0..3]           |
+// bytes 8-11 | mn[4..7] bits 3-0 | sc[4..7] bits 3-0  |
+INLINE void q4_K_group(const uint8_t *scales, const uint8_t *p, Group *g) {
+    uint32_t a, b, c;
+    memcpy(&a, scales, 4), memcpy(&b, scales + 4, 4), memcpy(&c, scales + 8, 4);
+    uint32_t sc_high = (c & 0x0F0F0F0F) | (a >> 2 & 0x30303030);
+    uint32_t mn_high = (c >> 4 & 0x0F0F0F0F) | (b >> 2 & 0x30303030);
+    ints_of_bytes((a & 0x3F3F3F3F) | (uint64_t)sc_high << 32, &g->sc[0]);
+    ints_of_bytes((b & 0x3F3F3F3F) | (uint64_t)mn_high << 32, &g->mn[0]);
+    UNROLL for (int i = 0; i < 8; i += 2, p += 32) {
+        V32 v;
+        memcpy(&v, p, 32);
+        g->u[i] = v & EACH(15), g->u[i + 1] = v >> 4 & EACH(15);
     }
+}
+
+INLINE void q5_K_bits(const uint8_t *p, Group *g) {
+    V32 v;
+    memcpy(&v, p, 32);
+    UNROLL for (int i = 0; i < 8; i++) g->u[i] |= SHIFT(v, 4 - i) & EACH(16);
+}
+
+// q2_K, 84 bytes:   | 16 x scale, min (nibbles) | 2 x 32 bytes: 4 bit pairs | d f16 | dmin f16 |
+// tq2_0, 66 bytes:  | 2 x 32 bytes: 4 bit pairs | d f16 |
+// Bit pair i of byte k belongs to weight k of block i in a half of 128.
+INLINE void pairs_load(const uint8_t *p, Group *g) {
+    UNROLL for (int i = 0; i < 8; i++) {
+        memcpy(&g->u[i], p + i / 4 * 32, 32);
+        g->u[i] = g->u[i] >> i % 4 * 2 & EACH(3);
+    }
+}
+
+INLINE void q2_K_group(const uint8_t *p, Group *g) {
+    uint64_t a, b;
+    memcpy(&a, p, 8), memcpy(&b, p + 8, 8);
+    ints_of_pairs(a & EACH(15), b & EACH(15), g->sc);
+    ints_of_pairs(a >> 4 & EACH(15), b >> 4 & EACH(15), g->mn);
+    pairs_load(p + 16, g);
+}
+
+// q3_K, 110 bytes:  | 32 bytes of third bits | 2 x 32 bytes: 4 bit pairs | 12 of scales | d f16 |
+// Third bits as q5_K's fifth. Scales of 6 bits, 32 too large: nibbles k and 8 + k in byte k; bytes
+// 8 to 11 hold their upper bits: pair i of byte k for scale 4 i + k.
+INLINE void q3_K_group(const uint8_t *p, Group *g) {
+    uint64_t low;
+    uint32_t c;
+    V32 v;
+    memcpy(&low, p + 96, 8), memcpy(&c, p + 104, 4), memcpy(&v, p, 32);
+    uint64_t a = (c & 0x03030303) | (uint64_t)(c >> 2 & 0x03030303) << 32;
+    uint64_t b = (c >> 4 & 0x03030303) | (uint64_t)(c >> 6 & 0x03030303) << 32;
+    ints_of_pairs((low & EACH(15)) | a << 4, (low >> 4 & EACH(15)) | b << 4, g->sc);
+    g->sc[0] -= 32, g->sc[1] -= 32;
+    pairs_load(p + 32, g);
+    UNROLL for (int i = 0; i < 8; i++) g->u[i] |= SHIFT(v, 2 - i) & EACH(4);
 }
 
 // q6_K, 210 bytes:  | 2 x 64 low nibbles | 2 x 32 upper bit pairs | 16 signed scales | d f16 |
 // In each half of 128: four blocks of 32; nibbles of block i in bytes 32 * (i % 2) ..., low: i < 2
-static void q6_K_open(const Tensor *t, const uint8_t *p, Block *b) {
-    (void)t;
-    for (int i = 0; i < 16; i++) b->s[i] = f16_at(p + 208) * (float)(int8_t)p[192 + i];
-    for (int e = 0; e < 256; e++) {
-        int h = e / 128, i = e % 128 / 32, k = e % 32;
-        int low = p[64 * h + i % 2 * 32 + k] >> i / 2 * 4 & 15;
-        int high = p[128 + 32 * h + k] >> 2 * i & 3;
-        b->u[e] = (uint8_t)(low | high << 4);
+INLINE void q6_K_group(const uint8_t *p, Group *g) {
+    uint64_t a, b;
+    V32 low[2], high;
+    memcpy(&a, p + 192, 8), memcpy(&b, p + 200, 8);
+    ints_of_pairs(a ^ EACH(128), b ^ EACH(128), g->sc);
+    g->sc[0] -= 128, g->sc[1] -= 128;
+    UNROLL for (int h = 0; h < 2; h++) {
+        memcpy(low, p + 64 * h, 64), memcpy(&high, p + 128 + 32 * h, 32);
+        UNROLL for (int i = 0; i < 4; i++)
+            g->u[4 * h + i] = (low[i % 2] >> i / 2 * 4 & EACH(15)) |
+                              (SHIFT(high, 4 - 2 * i) & EACH(0x30));
     }
 }
 
-/* To add a weight format: write its plain C loader above (NAME_open, or one that is shared), its
- * vector loader NAME_quad() below (and one for its scales, if none there fits), and a line here:
- * name, GGUF type, weights and bytes a block, offset, scales for 32, minimum, loader of blocks, of
- * scales. */
-#define QUANTISED(X)                                         \
-    X(q8_0, 8, 32, 34, 128, 1, 0, q8_0_open, scales_d)       \
-    X(bin8, 1001, 32, 32, 128, 1, 0, bin8_open, scales_bin8) \
-    X(q4_0, 2, 32, 18, 8, 1, 0, small_open, scales_d)        \
-    X(q4_1, 3, 32, 20, 0, 1, 1, small_open, scales_dm)       \
-    X(q5_0, 6, 32, 22, 16, 1, 0, small_open, scales_d)       \
-    X(q5_1, 7, 32, 24, 0, 1, 1, small_open, scales_dm)       \
-    X(q4_K, 12, 256, 144, 0, 1, 1, k_open, scales_k)         \
-    X(q5_K, 13, 256, 176, 0, 1, 1, k_open, scales_k)         \
-    X(q6_K, 14, 256, 210, 32, 2, 0, q6_K_open, scales_q6_K)
+// iq4_xs, 136 bytes: | d f16 | 8 upper bit pairs | 8 low nibbles | 8 x 16 bytes of nibbles |
+// The first two make the scales, 32 too large.
+INLINE void iq4_xs_scales(const uint8_t *p, Group *g) {
+    uint32_t low, high = u16_at(p + 2);
+    memcpy(&low, p + 4, 4);
+    V8u v = (V8u){low, low, low, low, low, low, low, low} >> (V8u){0, 4, 8, 12, 16, 20, 24, 28};
+    V8u w = (V8u){high, high, high, high, high, high, high, high} >>
+            (V8u){0, 2, 4, 6, 8, 10, 12, 14};
+    g->sc[0] = (V8i)((v & 15) | (w & 3) << 4) - 32;
+}
+
+// tq1_0, 54 bytes:  | 32 bytes, 5 digits | 16 bytes, 5 | 4 bytes, 4 | d f16 |   digit - 1: a weight
+// A byte is a fraction of base 3, in 256ths: times 3, what passes 255 is the next digit. First the
+// first digits of all 32 bytes, then their second ones, ...
+static void tq1_0_group(const uint8_t *p, Group *g) {
+    uint8_t *out = (uint8_t *)g->u;
+    for (int part = 0, n = 32; part < 3; p += n, part++, n = part == 1 ? 16 : 4)
+        for (int digit = 0, power = 1; digit < (n == 4 ? 4 : 5); digit++, power *= 3)
+            for (int k = 0; k < n; k++) *out++ = (uint8_t)((p[k] * power & 255) * 3 >> 8);
+}
+
+/* To add a weight format: a line here, and where no loader above fits, one more: name, GGUF type,
+ * weights and bytes a block, offset of the integers, scales and minima for 32, place of d, table,
+ * loader. */
+#define QUANTISED(X)                                                                             \
+    X(q8_0, 8, 32, 34, 128, 1, 0, 0, NULL, bytes_load(p + 2, 34, n, g))                          \
+    X(bin8, 1001, 32, 32, 128, 1, 0, -1, NULL,                                                   \
+      (bytes_load(p, 32, n, g), bin8_scales(t, p, n, g)))                                        \
+    X(q4_0, 2, 32, 18, 8, 1, 0, 0, NULL, nibbles_load(p + 2, 18, n, g))                          \
+    X(q4_1, 3, 32, 20, 0, 1, 1, 0, NULL, nibbles_load(p + 4, 20, n, g))                          \
+    X(q5_0, 6, 32, 22, 16, 1, 0, 0, NULL,                                                        \
+      (nibbles_load(p + 6, 22, n, g), fifth_bits_load(p + 2, 22, n, g)))                         \
+    X(q5_1, 7, 32, 24, 0, 1, 1, 0, NULL,                                                         \
+      (nibbles_load(p + 8, 24, n, g), fifth_bits_load(p + 4, 24, n, g)))                         \
+    X(iq4_nl, 20, 32, 18, 128, 1, 0, 0, iq4_table, nibbles_load(p + 2, 18, n, g))                \
+    X(mxfp4, 39, 32, 17, 12, 1, 0, -1, fp4_table,                                                \
+      (nibbles_load(p + 1, 17, n, g), mxfp4_scales(p, n, g)))                                    \
+    X(q2_K, 10, 256, 84, 0, 2, 2, 80, NULL, q2_K_group(p, g))                                    \
+    X(q3_K, 11, 256, 110, 4, 2, 0, 108, NULL, q3_K_group(p, g))                                  \
+    X(q4_K, 12, 256, 144, 0, 1, 1, 0, NULL, q4_K_group(p + 4, p + 16, g))                        \
+    X(q5_K, 13, 256, 176, 0, 1, 1, 0, NULL, (q4_K_group(p + 4, p + 48, g), q5_K_bits(p + 16, g)))\
+    X(q6_K, 14, 256, 210, 32, 2, 0, 208, NULL, q6_K_group(p, g))                                 \
+    X(iq4_xs, 23, 256, 136, 128, 1, 0, 0, iq4_table,                                             \
+      (nibbles_load(p + 8, 16, 8, g), iq4_xs_scales(p, g)))                                      \
+    X(tq1_0, 34, 256, 54, 1, 1, 0, 52, NULL, (tq1_0_group(p, g), g->sc[0] = (V8i){0} + 1))       \
+    X(tq2_0, 35, 256, 66, 1, 1, 0, 64, NULL, (pairs_load(p, g), g->sc[0] = (V8i){0} + 1))
 // Float formats: name, GGUF type, bytes, the value at p. bin is version 2 whose groups cross rows;
 // it has no vector dot, its rows are always expanded first.
 #define FLOATS(X)                              \
@@ -672,6 +794,8 @@ enum { // the order of formats[]
     F_COUNT
 };
 
+static const Format formats[F_COUNT]; // below: the functions first
+
 // ---- one weight as a number
 static const uint8_t *weight_at(const Tensor *t, int64_t row, int64_t k, int block, int bytes) {
     return t->data + (size_t)row * t->stride + (size_t)(k / block * bytes);
@@ -685,16 +809,40 @@ static const uint8_t *weight_at(const Tensor *t, int64_t row, int64_t k, int blo
 FLOATS_AND_BIN(X)
 #undef X
 
+#define X(name, id, block, bytes, offset, scales, minima, d_at, table, load)                     \
+    INLINE void name##_load(const Tensor *t, const uint8_t *p, int n, Group *g) {                \
+        (void)t, (void)n, load;                                                                  \
+    }
+QUANTISED(X)
+#undef X
+
+// Opens n of the eight blocks at p; the vector form of the second half is finish_avx2
+static void open_c(const Tensor *t, const uint8_t *p, int n, Group *g) {
+    const Format *f = t->format;
+    const bool times = f->block == 256; // s and m are products
+    uint8_t *u = (uint8_t *)g->u;
+    f->load(t, p, n, g);
+    for (int k = 0; f->table && k < 32 * n; k++) u[k] = f->table[u[k]];
+    for (int i = 0; f->d_at >= 0 && i < n; i++) {
+        const uint8_t *d = p + f->d_at + (times ? 0 : i * f->bytes);
+        for (int h = 0; h < f->scales; h++)
+            g->s[h][i] = times ? f16_at(d) * (float)g->sc[h][i] : f16_at(d);
+        for (int h = 0; h < f->minima; h++)
+            g->m[h][i] = times ? -(f16_at(d + 2) * (float)g->mn[h][i]) : f16_at(d + 2);
+    }
+}
+
 // The minimum is added to the rounded product: two roundings
 static void quantised_expand(const Tensor *t, int64_t row, int64_t k, int n, float *out) {
     const Format *f = t->format;
     const uint8_t *p = weight_at(t, row, k, f->block, f->bytes);
-    Block b;
-    for (int i = 0; i < n; i += f->block, p += f->bytes) {
-        f->open(t, p, &b);
-        for (int j = 0; j < f->block; j++) {
-            volatile float product = (float)(b.u[j] - f->offset) * b.s[j * f->scales / 32];
-            out[i + j] = f->minimum ? product + b.m[j / 32] : product;
+    Group g;
+    for (int j = 0; j < n; j += 256, p += 256 / f->block * f->bytes) {
+        open_c(t, p, MIN(8, (n - j) / 32), &g);
+        for (int i = 0; i < MIN(256, n - j); i++) {
+            int b = i / 32, h = i % 32 / 16;
+            float product = (float)(((uint8_t *)g.u)[i] - f->offset) * g.s[f->scales == 2 && h][b];
+            out[j + i] = f->minima ? product + g.m[f->minima == 2 && h][b] : product;
         }
     }
 }
@@ -704,32 +852,32 @@ static float lanes_fold(const float *l) {
     return ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
 }
 
-// Block j of the row is number i of b; q has the even-numbered activations first
-static void block_step(const Format *f, const Block *b, int i, const Acts *x, int column, int64_t j,
+// Number i of the blocks opened is block j of the row; q has the even-numbered activations first
+static void block_step(const Format *f, const Group *g, int i, const Acts *x, int column, int64_t j,
                        float *lane) {
+    const uint8_t *u = (const uint8_t *)&g->u[i];
     const int16_t *q = x->q + column * x->ldq + 32 * j;
     const int32_t *sum = x->sum + 2 * column * x->ldb + j;
     const float dx = x->dx[column * x->ldb + j];
-    const int n = 32 / f->scales; // weights that share a scale
-    for (int h = 0; h < f->scales; h++) {
-        int32_t s = 0;
-        for (int k = h * n; k < h * n + n; k++)
-            s += (b->u[32 * i + k] - f->offset) * q[k % 2 * 16 + k / 2];
-        *lane = fmaf(dx * b->s[i * f->scales + h], (float)s, *lane);
-    }
-    if (f->minimum) *lane = fmaf(dx * b->m[i], (float)(sum[0] + sum[x->ldb]), *lane);
+    int32_t s[2] = {0}, sums[2] = {sum[0], sum[x->ldb]};
+    for (int k = 0; k < 32; k++) s[k / 16] += (u[k] - f->offset) * q[k % 2 * 16 + k / 2];
+    if (f->scales == 1) s[0] += s[1];
+    if (f->minima == 1) sums[0] += sums[1];
+    for (int h = 0; h < f->scales; h++) *lane = fmaf(dx * g->s[h][i], (float)s[h], *lane);
+    for (int h = 0; h < f->minima; h++) *lane = fmaf(dx * g->m[h][i], (float)sums[h], *lane);
 }
 
 static void quantised_dot_c(const Product *p, const int64_t *row, const Acts *x, int first, int n) {
     const Tensor *t = p->w;
     const Format *f = t->format;
-    Block b;
+    Group g;
     for (int r = 0; r < 4; r++) {
         float l[COLUMNS][LANES] = {{0}};
         for (int64_t j = 0; j < t->cols / 32; j++) {
-            int i = (int)(j % (f->block / 32));
-            if (i == 0) f->open(t, weight_at(t, row[r], 32 * j, f->block, f->bytes), &b);
-            for (int c = 0; c < n; c++) block_step(f, &b, i, x, first + c, j, &l[c][j % LANES]);
+            int i = (int)(j % 8);
+            if (i == 0) open_c(t, weight_at(t, row[r], 32 * j, f->block, f->bytes),
+                                   (int)MIN(8, t->cols / 32 - j), &g);
+            for (int c = 0; c < n; c++) block_step(f, &g, i, x, first + c, j, &l[c][i]);
         }
         for (int c = 0; c < n; c++) p->y[(first + c) * p->ldy + row[r]] = lanes_fold(l[c]);
     }
@@ -779,161 +927,51 @@ static void quantise_c(const Acts *a, int row) {
 }
 
 #ifdef HAVE_X86
-// ---- AVX2: loaders. Vector code is compiled for its instruction set whatever the command line
-// says; isa_best() looks before any of it runs. A quad is four blocks of 32 weights, a byte each;
-// the layouts are drawn above the plain C loaders.
+// ---- AVX2: groups. Vector code is compiled for its instruction set whatever the command line
+// says; isa_best() looks before any of it runs.
 #define AVX2_TARGET __attribute__((target("avx2,fma,f16c")))
 #define AVX2 AVX2_TARGET __attribute__((always_inline)) static inline
 #define AVX2_CALL AVX2_TARGET __attribute__((noinline)) static
-#ifdef __clang__
-#define UNROLL _Pragma("unroll")
-#define KEEP(v) (void)(v)
-#else
-#define UNROLL _Pragma("GCC unroll 8")
-#define KEEP(v) __asm__("" : "+v"(v)) // in its register: gcc re-associates sums, repeats loads
-#endif
 
 AVX2 __m256i load32(const void *p) { return _mm256_loadu_si256(p); }
-AVX2 __m256i or32(__m256i a, __m256i b) { return _mm256_or_si256(a, b); }
-AVX2 __m256i low4(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
-AVX2 __m256i high4(__m256i v) { return low4(_mm256_srli_epi16(v, 4)); }
-AVX2 __m256i flip(__m256i v) { return _mm256_xor_si256(v, _mm256_set1_epi8(-128)); }
-
-AVX2 __m256i nibbles(const uint8_t *q) { // the 16 bytes twice, the second time 4 bits further down
-    const __m256i shift = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
-    __m256i v = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)q));
-    return low4(_mm256_srlv_epi32(v, shift));
-}
-
-AVX2 __m256i fifth_bits(const uint8_t *qh) { // byte k becomes 16 where bit k is set
-    int32_t bits;
-    memcpy(&bits, qh, 4);
-    const int64_t ones = 0x0101010101010101;
-    const __m256i byte = _mm256_setr_epi64x(0, ones, 2 * ones, 3 * ones);
-    const __m256i bit = _mm256_set1_epi64x((int64_t)0x8040201008040201);
-    __m256i v = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(bits), byte), bit);
-    return _mm256_and_si256(_mm256_cmpeq_epi8(v, bit), _mm256_set1_epi8(16));
-}
-
-// Quads: blocks 4h ... 4h+3 of the 8 that begin at p. Only n of the 8 exist: a missing one repeats
-// the last, so that no byte after it is read; its activations are 0, its scale will be made -0.
-#define QUAD_OF_BLOCKS(name, bytes, value)                                    \
-    AVX2 void name##_quad(const uint8_t *p, int n, int h, __m256i *u) {       \
-        UNROLL for (int i = 0; i < 4; i++) {                                  \
-            const uint8_t *b = p + bytes * MIN(4 * h + i, n - 1);             \
-            u[i] = value;                                                     \
-        }                                                                     \
-    }
-QUAD_OF_BLOCKS(q8_0, 34, flip(load32(b + 2)))
-QUAD_OF_BLOCKS(bin8, 32, flip(load32(b)))
-QUAD_OF_BLOCKS(q4_0, 18, nibbles(b + 2))
-QUAD_OF_BLOCKS(q4_1, 20, nibbles(b + 4))
-QUAD_OF_BLOCKS(q5_0, 22, or32(nibbles(b + 6), fifth_bits(b + 2)))
-QUAD_OF_BLOCKS(q5_1, 24, or32(nibbles(b + 8), fifth_bits(b + 4)))
-
-AVX2 void q4_K_quad(const uint8_t *p, int n, int h, __m256i *u) {
-    (void)n;
-    __m256i a = load32(p + 16 + 64 * h), b = load32(p + 48 + 64 * h);
-    u[0] = low4(a), u[1] = high4(a), u[2] = low4(b), u[3] = high4(b);
-}
-
-AVX2 void q5_K_quad(const uint8_t *p, int n, int h, __m256i *u) {
-    const __m256i bit = _mm256_set1_epi8(16);
-    __m256i high = load32(p + 16);
-    high = h ? _mm256_srli_epi16(high, 4) : high; // this quad's bits: 3 to 0
-    q4_K_quad(p + 32, n, h, u);
-    u[0] = or32(u[0], _mm256_and_si256(_mm256_slli_epi16(high, 4), bit));
-    u[1] = or32(u[1], _mm256_and_si256(_mm256_slli_epi16(high, 3), bit));
-    u[2] = or32(u[2], _mm256_and_si256(_mm256_slli_epi16(high, 2), bit));
-    u[3] = or32(u[3], _mm256_and_si256(_mm256_slli_epi16(high, 1), bit));
-}
-
-AVX2 void q6_K_quad(const uint8_t *p, int n, int h, __m256i *u) {
-    (void)n;
-    const __m256i pair = _mm256_set1_epi8(0x30);
-    __m256i a = load32(p + 64 * h), b = load32(p + 64 * h + 32), high = load32(p + 128 + 32 * h);
-    u[0] = or32(low4(a), _mm256_and_si256(_mm256_slli_epi16(high, 4), pair));
-    u[1] = or32(low4(b), _mm256_and_si256(_mm256_slli_epi16(high, 2), pair));
-    u[2] = or32(high4(a), _mm256_and_si256(high, pair));
-    u[3] = or32(high4(b), _mm256_and_si256(_mm256_srli_epi16(high, 2), pair));
-}
-
-// Eight blocks of a row, opened: bytes, scales s[0] (s[1] too where 32 weights have two), minima
-struct Group { __m256i u[8]; __m256 s[2], m; };
 
 AVX2 __m256 f16_each(const uint8_t *p, int bytes, int n) { // an f16 from each of 8 blocks
-    int16_t h[8];
-    UNROLL for (int i = 0; i < 8; i++) memcpy(h + i, p + bytes * MIN(i, n - 1), 2);
-    return _mm256_cvtph_ps(_mm_setr_epi16(h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]));
+    uint16_t h[8];
+    UNROLL for (int i = 0; i < 8; i++) h[i] = i < n ? u16_at(p + bytes * i) : 0x8000; // MISSING
+    return _mm256_cvtph_ps(_mm_setr_epi16((short)h[0], (short)h[1], (short)h[2], (short)h[3],
+                                          (short)h[4], (short)h[5], (short)h[6], (short)h[7]));
 }
 
-AVX2 void scales_d(const Tensor *t, const uint8_t *p, int bytes, int n, Group *g) {
-    (void)t;
-    g->s[0] = f16_each(p, bytes, n);
+AVX2 __m256 f16_times(const uint8_t *p, V8i v) {
+    __m256 d = _mm256_cvtph_ps(_mm_set1_epi16((short)u16_at(p)));
+    return _mm256_mul_ps(d, _mm256_cvtepi32_ps((__m256i)v));
 }
 
-AVX2 void scales_dm(const Tensor *t, const uint8_t *p, int bytes, int n, Group *g) {
-    (void)t;
-    g->s[0] = f16_each(p, bytes, n), g->m = f16_each(p + 2, bytes, n);
-}
-
-AVX2 void scales_bin8(const Tensor *t, const uint8_t *p, int bytes, int n, Group *g) {
-    float d[8];
-    UNROLL for (int i = 0; i < 8; i++) d[i] = bin8_scale(t, p + bytes * MIN(i, n - 1));
-    g->s[0] = _mm256_setr_ps(d[0], d[1], d[2], d[3], d[4], d[5], d[6], d[7]);
-}
-
-AVX2 __m256 f16_all(const uint8_t *p) { return _mm256_cvtph_ps(_mm_set1_epi16((short)u16_at(p))); }
-
-AVX2 __m256 f32_of_bytes(uint64_t bytes) { // eight of them, unsigned
-    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)bytes)));
-}
-
-AVX2 void scales_k(const Tensor *t, const uint8_t *p, int bytes, int n, Group *g) {
-    (void)t, (void)bytes, (void)n;
-    uint64_t sc, mn;
-    k_scales(p + 4, &sc, &mn);
-    g->s[0] = _mm256_mul_ps(f16_all(p), f32_of_bytes(sc));
-    __m256 m = _mm256_mul_ps(f16_all(p + 2), f32_of_bytes(mn));
-    g->m = _mm256_xor_ps(m, _mm256_set1_ps(-0.0f));
-}
-
-AVX2 void scales_q6_K(const Tensor *t, const uint8_t *p, int bytes, int n, Group *g) {
-    (void)t, (void)bytes, (void)n;
-    __m128i sc = _mm_loadu_si128((const __m128i *)(p + 192)); // even bytes: first halves
-    __m256i first = _mm256_cvtepi16_epi32(_mm_srai_epi16(_mm_slli_epi16(sc, 8), 8));
-    __m256i second = _mm256_cvtepi16_epi32(_mm_srai_epi16(sc, 8));
-    g->s[0] = _mm256_mul_ps(f16_all(p + 208), _mm256_cvtepi32_ps(first));
-    g->s[1] = _mm256_mul_ps(f16_all(p + 208), _mm256_cvtepi32_ps(second));
-}
-
-// Opens n of the eight blocks at p. f is a constant wherever this is inlined: one case remains. A
-// missing block gets scales of -0; with activations of 0 its step adds -0: no lane changes, not
-// even one of -0.
-AVX2 void group_open(int f, const Tensor *t, const uint8_t *p, int n, Group *g) {
-    g->s[1] = g->m = _mm256_setzero_ps();
-    switch (f) {
-#define X(name, id, block, bytes, offset, per32, minimum, open, load)              \
-    case F_##name:                                                                 \
-        name##_quad(p, n, 0, g->u);                                                \
-        if (n > 4) name##_quad(p, n, 1, g->u + 4);                                 \
-        load(t, p, bytes, n, g);                                                   \
-        break;
-        QUANTISED(X)
-#undef X
+// f is a constant wherever this is inlined: one case remains
+AVX2 void finish_avx2(const Format *f, const uint8_t *p, int n, Group *g) {
+    if (f->table) {
+        __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)f->table));
+        UNROLL for (int i = 0; i < 8; i++)
+            g->u[i] = (V32)_mm256_shuffle_epi8(table, (__m256i)g->u[i]);
     }
-    if (n < 8) {
-        const __m256i i = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-        __m256 missing = _mm256_castsi256_ps(_mm256_cmpgt_epi32(i, _mm256_set1_epi32(n - 1)));
-        g->s[0] = _mm256_blendv_ps(g->s[0], _mm256_set1_ps(-0.0f), missing);
-        g->m = _mm256_blendv_ps(g->m, _mm256_set1_ps(-0.0f), missing);
+    const uint8_t *d = p + f->d_at;
+    if (f->block == 256) {
+        g->s[0] = f16_times(d, g->sc[0]);
+        if (f->scales == 2) g->s[1] = f16_times(d, g->sc[1]);
+        if (f->minima) g->m[0] = -f16_times(d + 2, g->mn[0]);
+        if (f->minima == 2) g->m[1] = -f16_times(d + 2, g->mn[1]);
+    } else if (f->d_at >= 0) {
+        g->s[0] = f16_each(d, f->bytes, n);
+        if (f->minima) g->m[0] = f16_each(d + 2, f->bytes, n);
     }
 }
 
-#define X(name, id, block, ...)                                                    \
-    AVX2_CALL void name##_group(const Tensor *t, const uint8_t *p, int n, Group *g) { \
-        if (block == 256 || n == 8) group_open(F_##name, t, p, 8, g);              \
-        else group_open(F_##name, t, p, n, g);                                     \
+#define X(name, id, block, ...)                                                        \
+    AVX2_CALL void name##_open(const Tensor *t, const uint8_t *p, int n, Group *g) {   \
+        if (block == 32 && n < 8) {                                                    \
+            memset(g->u, 0, sizeof g->u);                                              \
+            name##_load(t, p, n, g), finish_avx2(&formats[F_##name], p, n, g);         \
+        } else name##_load(t, p, 8, g), finish_avx2(&formats[F_##name], p, 8, g);      \
     }
 QUANTISED(X)
 #undef X
@@ -945,19 +983,21 @@ AVX2 float lanes_fold_avx2(__m256 l) {
     return _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)));
 }
 
-typedef struct { int offset, scales, minimum; } Traits;
+AVX2 __m256 step_avx2(__m256 dx, __m256 scale, __m256i sum, __m256 lane) {
+    return _mm256_fmadd_ps(_mm256_mul_ps(dx, scale), _mm256_cvtepi32_ps(sum), lane);
+}
 
 // The n <= 8 blocks of a group times `cols` columns: lane i of l[c] takes its steps for block j + i
-AVX2 void group_steps(Traits d, int cols, const Group *g, int n, const Acts *x, int64_t first,
-                      int64_t j, float (*l)[LANES]) {
+AVX2 void group_steps(const Format *f, int scales, int minima, int cols, const Group *g, int n,
+                      const Acts *x, int64_t first, int64_t j, float (*l)[LANES]) {
     __m256i s[2][COLUMNS];
     UNROLL for (int c = 0; c < cols; c++) s[0][c] = s[1][c] = _mm256_setzero_si256();
     UNROLL for (int h = 0; h < 2; h++) { // four blocks: exact sums of their first and second 16
         __m256i even[4], odd[4], v[4];
         if (n <= 4 * h) break;
         UNROLL for (int i = 0; i < 4; i++) {
-            even[i] = _mm256_and_si256(g->u[4 * h + i], _mm256_set1_epi16(255));
-            odd[i] = _mm256_srli_epi16(g->u[4 * h + i], 8);
+            even[i] = _mm256_and_si256((__m256i)g->u[4 * h + i], _mm256_set1_epi16(255));
+            odd[i] = _mm256_srli_epi16((__m256i)g->u[4 * h + i], 8);
         }
         UNROLL for (int c = 0; c < cols; c++) {
             const int16_t *q = x->q + (first + c) * x->ldq + 32 * (j + 4 * h);
@@ -971,19 +1011,20 @@ AVX2 void group_steps(Traits d, int cols, const Group *g, int n, const Acts *x, 
     UNROLL for (int c = 0; c < cols; c++) {
         const int32_t *sum = x->sum + 2 * (first + c) * x->ldb + j;
         const __m256 dx = _mm256_loadu_ps(x->dx + (first + c) * x->ldb + j);
-        const __m256i offset = _mm256_set1_epi32(d.offset);
+        const __m256i offset = _mm256_set1_epi32(f->offset);
         __m256i s0 = _mm256_permute2x128_si256(s[0][c], s[1][c], 0x20), x0 = load32(sum);
         __m256i s1 = _mm256_permute2x128_si256(s[0][c], s[1][c], 0x31), x1 = load32(sum + x->ldb);
+        __m256i both = _mm256_add_epi32(x0, x1);
         __m256 lane = _mm256_loadu_ps(l[c]);
-        if (d.scales == 1) s0 = _mm256_add_epi32(s0, s1), x0 = _mm256_add_epi32(x0, x1);
-        if (!d.minimum) s0 = _mm256_sub_epi32(s0, _mm256_mullo_epi32(x0, offset));
-        lane = _mm256_fmadd_ps(_mm256_mul_ps(dx, g->s[0]), _mm256_cvtepi32_ps(s0), lane);
-        if (d.scales == 2) {
+        if (scales == 1) s0 = _mm256_add_epi32(s0, s1);
+        if (!minima) {
+            s0 = _mm256_sub_epi32(s0, _mm256_mullo_epi32(scales == 1 ? both : x0, offset));
             s1 = _mm256_sub_epi32(s1, _mm256_mullo_epi32(x1, offset));
-            lane = _mm256_fmadd_ps(_mm256_mul_ps(dx, g->s[1]), _mm256_cvtepi32_ps(s1), lane);
         }
-        if (d.minimum)
-            lane = _mm256_fmadd_ps(_mm256_mul_ps(dx, g->m), _mm256_cvtepi32_ps(x0), lane);
+        lane = step_avx2(dx, g->s[0], s0, lane);
+        if (scales == 2) lane = step_avx2(dx, g->s[1], s1, lane);
+        if (minima) lane = step_avx2(dx, g->m[0], minima == 1 ? both : x0, lane);
+        if (minima == 2) lane = step_avx2(dx, g->m[1], x1, lane);
         _mm256_storeu_ps(l[c], lane);
     }
 }
@@ -994,32 +1035,35 @@ AVX2 void prefetch(const uint8_t *p, int bytes) { // 1 KB ahead in each of four 
 }
 
 // Four rows times several columns, each group opened once; bytes: of eight blocks of 32 weights
-AVX2 void groups(Traits d, const Tensor *t, const uint8_t **p, int bytes, const Acts *x, int first,
-                 int n, float l[4][COLUMNS][LANES]) {
+AVX2 void groups(int scales, int minima, const Tensor *t, const uint8_t **p, int bytes,
+                 const Acts *x, int first, int n, float l[4][COLUMNS][LANES]) {
+    const Format *f = t->format;
     Group g;
     for (int64_t j = 0; j < t->cols / 32; j += 8)
         for (int r = 0; r < 4; r++, p[r - 1] += bytes) {
             prefetch(p[r], 8 * 34);
-            const int b = (int)MIN(8, t->cols / 32 - j);
-            t->format->group(t, p[r], b, &g);
-            if (n == 4) group_steps(d, 4, &g, b, x, first, j, l[r]);
-            if (n == 2 || n == 3) group_steps(d, 2, &g, b, x, first, j, l[r]);
-            if (n == 1 || n == 3) group_steps(d, 1, &g, b, x, first + n - 1, j, l[r] + n - 1);
+            const int b = (int)MIN(8, t->cols / 32 - j), last = first + n - 1;
+            f->open(t, p[r], b, &g);
+            if (n == 4) group_steps(f, scales, minima, 4, &g, b, x, first, j, l[r]);
+            if (n == 2 || n == 3) group_steps(f, scales, minima, 2, &g, b, x, first, j, l[r]);
+            if (n % 2) group_steps(f, scales, minima, 1, &g, b, x, last, j, l[r] + n - 1);
         }
 }
 
 AVX2_CALL void groups_avx2(const Tensor *t, const uint8_t **p, int bytes, const Acts *x, int first,
                            int n, float l[4][COLUMNS][LANES]) {
     const Format *f = t->format;
-    if (f->scales == 2) groups((Traits){f->offset, 2, 0}, t, p, bytes, x, first, n, l);
-    else if (f->minimum) groups((Traits){0, 1, 1}, t, p, bytes, x, first, n, l);
-    else groups((Traits){f->offset, 1, 0}, t, p, bytes, x, first, n, l);
+    if (f->minima == 2) groups(2, 2, t, p, bytes, x, first, n, l);
+    else if (f->scales == 2) groups(2, 0, t, p, bytes, x, first, n, l);
+    else if (f->minima) groups(1, 1, t, p, bytes, x, first, n, l);
+    else groups(1, 0, t, p, bytes, x, first, n, l);
 }
 
 // One column, the case of decode, is compiled for each format
-AVX2 void quantised_dot_avx2(int f, int bytes, int block, Traits d, const Product *y,
-                             const int64_t *row, const Acts *x, int first, int n) {
+AVX2 void quantised_dot_avx2(const Format *f, const Product *y, const int64_t *row, const Acts *x,
+                             int first, int n) {
     const Tensor *t = y->w;
+    const int bytes = 256 / f->block * f->bytes;
     float l[4][COLUMNS][LANES];
     const uint8_t *p[4];
     int64_t blocks = t->cols / 32, j = 0;
@@ -1032,24 +1076,23 @@ AVX2 void quantised_dot_avx2(int f, int bytes, int block, Traits d, const Produc
         for (int r = 0; r < 4; r++, p[r - 1] += bytes) {
             Group g;
             prefetch(p[r], bytes);
-            group_open(f, t, p[r], 8, &g);
-            group_steps(d, 1, &g, 8, x, first, j, l[r]);
+            f->load(t, p[r], 8, &g), finish_avx2(f, p[r], 8, &g);
+            group_steps(f, f->scales, f->minima, 1, &g, 8, x, first, j, l[r]);
         }
-    for (int r = 0; block == 32 && j < blocks && r < 4; r++) {
+    for (int r = 0; f->block == 32 && j < blocks && r < 4; r++) {
         Group g;
-        group_open(f, t, p[r], (int)(blocks - j), &g);
-        group_steps(d, 1, &g, (int)(blocks - j), x, first, j, l[r]);
+        f->open(t, p[r], (int)(blocks - j), &g);
+        group_steps(f, f->scales, f->minima, 1, &g, (int)(blocks - j), x, first, j, l[r]);
     }
     for (int c = 0; c < n; c++)
         for (int r = 0; r < 4; r++)
             y->y[(first + c) * y->ldy + row[r]] = lanes_fold_avx2(_mm256_loadu_ps(l[r][c]));
 }
 
-#define X(name, id, block, bytes, offset, scales, minimum, ...)                                 \
+#define X(name, ...)                                                                            \
     AVX2_CALL void name##_dot(const Product *p, const int64_t *row, const Acts *x, int first,   \
                               int n) {                                                          \
-        const Traits d = {offset, scales, minimum};                                             \
-        quantised_dot_avx2(F_##name, bytes * 256 / block, block, d, p, row, x, first, n);       \
+        quantised_dot_avx2(&formats[F_##name], p, row, x, first, n);                            \
     }
 QUANTISED(X)
 #undef X
@@ -1195,18 +1238,20 @@ AVX2 void groups_pack(const Format *f, const Group *g, int n, int block, int r, 
     for (int i = 0; i < n; i++) {
         int16_t *q = p->half[r / 16].q[block + i][0][r % 16];
         UNROLL for (int z = 0; z < 8; z++)
-            v[z] = _mm256_sub_epi16(_mm256_and_si256(g[z].u[i], byte), offset);
+            v[z] = _mm256_sub_epi16(_mm256_and_si256((__m256i)g[z].u[i], byte), offset);
         columns_store(v, q, 16);
         UNROLL for (int z = 0; z < 8; z++)
-            v[z] = _mm256_sub_epi16(_mm256_srli_epi16(g[z].u[i], 8), offset);
+            v[z] = _mm256_sub_epi16(_mm256_srli_epi16((__m256i)g[z].u[i], 8), offset);
         columns_store(v, q + 8 * 16 * 2, 16);
     }
     for (int i = 0; i < f->scales; i++) {
         UNROLL for (int z = 0; z < 8; z++) v[z] = _mm256_castps_si256(g[z].s[i]);
         columns_store(v, &p->half[r / 16].s[block][i][r % 16], 2 * 16);
     }
-    UNROLL for (int z = 0; z < 8; z++) v[z] = _mm256_castps_si256(g[z].m);
-    if (f->minimum) columns_store(v, &p->half[r / 16].m[block][r % 16], 16);
+    for (int i = 0; i < f->minima; i++) {
+        UNROLL for (int z = 0; z < 8; z++) v[z] = _mm256_castps_si256(g[z].m[i]);
+        columns_store(v, &p->half[r / 16].m[block][i][r % 16], 2 * 16);
+    }
 }
 
 AVX2_CALL void quantised_pack(const Tensor *t, int64_t row, int64_t k, int len, Panel *p) {
@@ -1219,7 +1264,7 @@ AVX2_CALL void quantised_pack(const Tensor *t, int64_t row, int64_t k, int len, 
             int n = MIN(8, len / 32 - b);
             for (int i = 0; i < 8; i++) {
                 const uint8_t *in = weight_at(t, MIN(row + r + i, t->rows - 1), 0, 1, 0);
-                f->group(t, in + at + (size_t)(b / 8) * bytes, n, &g[i]);
+                f->open(t, in + at + (size_t)(b / 8) * bytes, n, &g[i]);
             }
             groups_pack(f, g, n, b, r, p);
         }
@@ -1326,7 +1371,7 @@ FLOAT_TILE(512)
             }                                                                                     \
         }                                                                                         \
     }                                                                                             \
-    INLINE_##bits void blocks_##bits(int cols, int scales, int minimum, const Panel *p, int row,  \
+    INLINE_##bits void blocks_##bits(int cols, int scales, int minima, const Panel *p, int row,  \
                                      const Acts *x, int column, int len, float *part) {           \
         enum { COLS = INTEGERS_##bits, ROWS = bits / 16 };                                        \
         const int h0 = row / 16, h1 = (row + ROWS / 2) / 16, r1 = ROWS / 2 % 16;                  \
@@ -1353,10 +1398,11 @@ FLOAT_TILE(512)
                                 s);                                                               \
                 step_##bits(cols, s, p->half[h0].s[b][h], p->half[h1].s[b][h] + r1, dx, b, lane); \
             }                                                                                     \
-            if (minimum) {                                                                        \
+            UNROLL for (int h = 0; h < minima; h++) {                                             \
                 UNROLL for (int c = 0; c < cols; c++)                                             \
-                    s[c][0] = s[c][1] = _mm##bits##_set1_epi32(sum[c][b] + sum[c][b + x->ldb]);   \
-                step_##bits(cols, s, p->half[h0].m[b], p->half[h1].m[b] + r1, dx, b, lane);       \
+                    s[c][0] = s[c][1] = _mm##bits##_set1_epi32(                                   \
+                        minima == 2 ? sum[c][b + h * x->ldb] : sum[c][b] + sum[c][b + x->ldb]);   \
+                step_##bits(cols, s, p->half[h0].m[b][h], p->half[h1].m[b][h] + r1, dx, b, lane); \
             }                                                                                     \
             UNROLL for (int c = 0; c < cols; c++) q[c] += 32;                                     \
         }                                                                                         \
@@ -1365,10 +1411,11 @@ FLOAT_TILE(512)
                                            const Acts *x, int column, int len, float *part) {     \
         enum { ALL = INTEGERS_##bits };                                                           \
         const bool few = x->n - column <= 4 && ALL > 4;                                           \
-        if (f->scales == 2)                                                                       \
+        if (f->minima == 2) blocks_##bits(ALL, 2, 2, p, row, x, column, len, part);               \
+        else if (f->scales == 2)                                                                  \
             if (few) blocks_##bits(4, 2, 0, p, row, x, column, len, part);                        \
             else blocks_##bits(ALL, 2, 0, p, row, x, column, len, part);                          \
-        else if (f->minimum)                                                                      \
+        else if (f->minima)                                                                       \
             if (few) blocks_##bits(4, 1, 1, p, row, x, column, len, part);                        \
             else blocks_##bits(ALL, 1, 1, p, row, x, column, len, part);                          \
         else if (few) blocks_##bits(4, 1, 0, p, row, x, column, len, part);                       \
@@ -1424,15 +1471,15 @@ static const struct {
 };
 
 static const Format formats[F_COUNT] = {
-#define X(name, id, size, value)                                             \
-    {#name, id, 1, size, false, 0, 1, 0, NULL, NULL, name##_expand,          \
+#define X(name, id, size, value)                                                  \
+    {#name, id, 1, size, false, 0, 1, 0, -1, NULL, NULL, NULL, name##_expand,     \
      {float_dot_c, VECTOR(name##_dot)}},
     FLOATS(X)
 #undef X
-    {"bin", 1000, 1, 1, false, 0, 1, 0, NULL, NULL, bin_expand, {float_dot_c, NULL}},
-#define X(name, id, block, bytes, offset, scales, minimum, open, load)       \
-    {#name, id, block, bytes, true, offset, scales, minimum, open,           \
-     VECTOR(name##_group), quantised_expand, {quantised_dot_c, VECTOR(name##_dot)}},
+    {"bin", 1000, 1, 1, false, 0, 1, 0, -1, NULL, NULL, NULL, bin_expand, {float_dot_c, NULL}},
+#define X(name, id, block, bytes, offset, scales, minima, d_at, table, load)      \
+    {#name, id, block, bytes, true, offset, scales, minima, d_at, table,          \
+     name##_load, VECTOR(name##_open), quantised_expand, {quantised_dot_c, VECTOR(name##_dot)}},
     QUANTISED(X)
 #undef X
 };
@@ -4311,10 +4358,10 @@ static void penalise(float *logits, int n, const int *recent, int n_recent, floa
     }
 }
 
-static int argmax(const float *logits, int n) {
+static int argmax(int isa, const float *logits, int n) {
+    float max = vec_ops[isa].row_max(logits, 0, n);
     int best = 0;
-    for (int i = 1; i < n; i++)
-        if (logits[i] > logits[best]) best = i;
+    while (best < n - 1 && logits[best] != max) best++;
     return best;
 }
 
@@ -4344,19 +4391,22 @@ _Noreturn static void die_not_finite(void) {
 
 // The next token after the n_recent tokens before it; logits (n) are used up.
 static int sample(Sampler *s, float *logits, int n, const int *recent, int n_recent) {
-    float check = 0;
-    for (int i = 0; i < n; i++) check += logits[i] * 0;     // 0, or NaN if any is NaN or infinite
-    if (check != 0) die_not_finite();
+    uint32_t bits, not_finite = 0;
+    for (int i = 0; i < n; i++) {       // an exponent of ones is infinite or no number
+        memcpy(&bits, &logits[i], 4);
+        not_finite |= (bits & 0x7F800000) + 0x00800000;
+    }
+    if (not_finite >> 31) die_not_finite();
     if (s->repeat_penalty > 0 && s->repeat_penalty != 1)
         penalise(logits, n, recent, n_recent, s->repeat_penalty);
-    int top = argmax(logits, n);
+    int top = argmax(s->isa, logits, n);
     if (s->temperature == 0) return top;
 
     for (int i = 0; i < n; i++) s->list[i] = (Candidate){logits[i], i};
     float total;
     int size = s->top_k > 0 && s->top_k < n ? keep_best(s->list, n, s->top_k, INFINITY, &total) : n;
     for (int i = 0; i < size; i++) logits[i] = s->list[i].p / s->temperature;
-    float max = logits[argmax(logits, size)];
+    float max = vec_ops[s->isa].row_max(logits, 0, size);
     if (!isfinite(max)) return top;     // so low a temperature that the division overflowed
     float sum = vec_ops[s->isa].exps(logits, 0, size, max), best = 1 / sum;
     // below (1 - p) / (n - 1) a candidate cannot be among those that top-p keeps
@@ -5085,7 +5135,7 @@ static void score_add(Score *t, double nll) { t->n++, t->sum += nll, t->squares 
 
 // Negative log of the probability that logits (n) give to id; the logits are used up.
 static double score_nll(const VecOps *ops, float *logits, int n, int id) {
-    float max = logits[argmax(logits, n)], chosen = logits[id];
+    float max = ops->row_max(logits, 0, n), chosen = logits[id];
     double sum = (double)ops->exps(logits, 0, n, max);
     double nll = log(sum) - ((double)chosen - (double)max);
     if (!isfinite(nll)) die_not_finite();

@@ -445,23 +445,24 @@ static void test_formats(void) {
 // loaders
 static float naive_quantised(const Tensor *t, int64_t row, const float *x) {
     const Format *f = t->format;
+    const uint8_t *p = t->data + row * (int64_t)t->stride;
     float l[8] = {0};
     for (int64_t j = 0; j < t->cols / 32; j++) {
-        int64_t per = f->block / 32, in = j % per * 32;
-        Block b;
-        f->open(t, t->data + row * (int64_t)t->stride + j / per * f->bytes, &b);
+        Group g;
+        int i = j % 8;
+        open_c(t, p + j / 8 * 8 * 32 / f->block * f->bytes, (int)MIN(8, t->cols / 32 - j + i), &g);
         float a = 0, dx = 0, r = 0;
         int64_t s[2] = {0}, sum[2] = {0};
         for (int k = 0; k < 32; k++) a = fmaxf(a, fabsf(x[32 * j + k]));
         if (a >= 0x1p-100f) dx = a / 32767, r = 32767 / a;
         for (int k = 0; k < 32; k++) {
             int64_t q = lrintf(x[32 * j + k] * r);
-            s[k / 16] += q * (b.u[in + k] - f->offset), sum[k / 16] += q;
+            s[k / 16] += q * (((uint8_t *)&g.u[i])[k] - f->offset), sum[k / 16] += q;
         }
-        const float *scale = &b.s[in / 32 * f->scales];
-        if (f->scales == 1) l[j % 8] = fmaf(dx * scale[0], (float)(s[0] + s[1]), l[j % 8]);
-        else for (int h = 0; h < 2; h++) l[j % 8] = fmaf(dx * scale[h], (float)s[h], l[j % 8]);
-        if (f->minimum) l[j % 8] = fmaf(dx * b.m[in / 32], (float)(sum[0] + sum[1]), l[j % 8]);
+        if (f->scales == 1) l[i] = fmaf(dx * g.s[0][i], (float)(s[0] + s[1]), l[i]);
+        else for (int h = 0; h < 2; h++) l[i] = fmaf(dx * g.s[h][i], (float)s[h], l[i]);
+        if (f->minima == 1) l[i] = fmaf(dx * g.m[0][i], (float)(sum[0] + sum[1]), l[i]);
+        else for (int h = 0; h < f->minima; h++) l[i] = fmaf(dx * g.m[h][i], (float)sum[h], l[i]);
     }
     return ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
 }
@@ -489,8 +490,6 @@ static void kernel_worker(void *arg, int rank) {
 
 // Random weights whose scales are sane; the bytes end where the allocation ends.
 static Tensor kernel_tensor(const Format *f, int64_t rows, int64_t cols, uint64_t *rng) {
-    static const int halves[][3] = {{8, 0, 0}, {2, 0, 0},  {3, 0, 2},  {6, 0, 0},
-                                    {7, 0, 2}, {12, 0, 2}, {13, 0, 2}, {14, 208, 208}};
     size_t stride = (size_t)(cols / f->block * f->bytes), n = stride * (size_t)rows;
     uint8_t *data = xalloc(n, 1);
     for (size_t i = 0; i < n; i++) data[i] = (uint8_t)rng_next(rng);
@@ -501,9 +500,8 @@ static Tensor kernel_tensor(const Format *f, int64_t rows, int64_t cols, uint64_
                          : f32_to_f16(w);
         if (f->id == TYPE_F32) memcpy(data + i, &w, 4);
         else if (!f->quantised) memcpy(data + i, &h, 2);
-        for (int k = 0; k < COUNT(halves); k++)
-            if ((int)f->id == halves[k][0])
-                memcpy(data + i + halves[k][1], &h, 2), memcpy(data + i + halves[k][2], &h, 2);
+        else if (f->d_at < 0) data[i] = (uint8_t)(120 + rng_next(rng) % 10); // mxfp4's exponent
+        else memcpy(data + i + f->d_at, (uint16_t[2]){h, h}, f->minima ? 4 : 2);
     }
     return (Tensor){.format = f, .data = data, .rows = rows, .cols = cols, .stride = stride};
 }
@@ -1010,7 +1008,7 @@ static void real_text(const Model *m, Span name, int n, double mean, Reader *ref
     for (int i = 0; i < n && next_line(ref, &line); i++) {
         double nll = strtod(next_word(&line).p, NULL);
         int best = number(next_word(&line));
-        other += argmax(logits + (int64_t)i * vocab, vocab) != best;
+        other += argmax(isa_best(), logits + (int64_t)i * vocab, vocab) != best;
         if (!i) continue;
         double mine =
             score_nll(&vec_ops[s->team.isa], logits + (int64_t)(i - 1) * vocab, vocab, ids.p[i]);
