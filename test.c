@@ -193,12 +193,11 @@ static void test_reference(void) {
         Session *s = session_new(&m, n, n, false, 2, n);
         s->trace = xalloc((size_t)layers * (size_t)n * (size_t)dim, sizeof(float));
         float *logits = session_feed(s, ids, n, WANT_ALL);
-        double worst = 0, late = 0, residual = 0, size = 0;
+        double worst = 0, residual = 0, size = 0;
         for (int64_t i = 0; i < (int64_t)n * vocab; i++) {
             size = MAX(size, fabs((double)logits[i]));
-            double e = fabs((double)logits[i] - (double)f32_at(truth + 4 * i)),
-                   *at = i / vocab < 1000 ? &worst : &late;
-            *at = e <= *at ? *at : e; // NaN stays
+            double e = fabs((double)logits[i] - (double)f32_at(truth + 4 * i));
+            worst = e <= worst ? worst : e; // NaN stays
         }
         double divergence = 0;
         for (int i = 0; i < n; i++)
@@ -217,17 +216,16 @@ static void test_reference(void) {
         }
         check(m.config.vocab_size == vocab && truth == ref.base + ref.size, "%s: sizes",
               references[f]);
-        // Float rows: 1e-4, and 2e-4 late, where the reference's own angles are float32. Quantised
-        // rows meet activations of 16 bits; what that rounding may cost is a divergence of 1e-7.
-        bool quantised = m.layers[0].wq.format->quantised
-                         || (m.layers[0].n_experts && m.layers[0].e1.format->quantised);
+        // Float rows: 1e-4. Quantised rows meet activations of 16 bits; what that rounding may cost
+        // is a divergence of 1e-7.
+        const Layer *first = &m.layers[0];
+        bool quantised = (first->e1.format ? first->e1 : first->wq).format->quantised;
         if (quantised) check(divergence <= 1e-7, "%s: KL %.1e", references[f], divergence);
         check(worst <= (quantised ? 2e-3 : 1e-4), "%s: logits off by %.1e", references[f], worst);
-        check(late <= 2e-4, "%s: logits past position 1,000 off by %.1e", references[f], late);
         check(residual <= (quantised ? 5e-4 : 1e-4), "%s: residual stream off by %.1e",
               references[f], residual);
-        printf("  %-18s logits up to %4.1f off by %.1e, past 1,000 %.1e, residuals %.1e, KL %.0e\n",
-               references[f], size, worst, late, residual, divergence);
+        printf("  %-18s logits up to %4.1f off by %.1e, residuals %.1e, KL %.0e\n", references[f],
+               size, worst, residual, divergence);
         session_free(s), model_close(&m), free(ids), file_unmap(&ref);
     }
 }
@@ -1023,13 +1021,14 @@ static void real_text(const Model *m, Span name, int n, double mean, Reader *ref
 }
 
 static void test_real(void) {
-    static const char *const names[] = {"smollm2"};
+    static const char *const names[] = {"smollm2", "gemma3", "coder05"};
     for (int i = 0; i < COUNT(names); i++) {
-        char path[64], reference[64];
+        char path[64], reference[64], missing[128];
         snprintf(path, sizeof path, "models/real/%s.gguf", names[i]);
         snprintf(reference, sizeof reference, "%s.ref.txt", names[i]);
+        snprintf(missing, sizeof missing, "no %s (sh models/fetch.sh %s)", path, names[i]);
         if (!file_exists(path)) {
-            skip("models/real/smollm2.gguf is not there (make smollm2 fetches it)");
+            skip(missing);
             continue;
         }
         Model m = {0};

@@ -41,15 +41,17 @@ SLIDE, FULL = "sliding_attention", "full_attention"
 
 FAMILIES = {
     "qwen2": family("qwen2", 101, 64, ROWS, embed=0.4, theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=True),
-    "qwen2-window": family("qwen2", 102, 64, ROWS, layers=3, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    "qwen2-window": family("qwen2", 102, 64, ROWS, layers=3, use_sliding_window=True, sliding_window=8,
+                           max_window_layers=1),
     "qwen3": family("qwen3", 103, 64, ROWS, head=12, theta=1e6, rms_norm_eps=3e-2),
-    "qwen3-yarn": family("qwen3", 104, 1230, LATE, heads=2, kv=1, head=32, vocab=32, rope=dict(
-        rope_type="yarn", factor=32.0, original_max_position_embeddings=64, attention_factor=1.1, beta_fast=8.0, beta_slow=2.0),
-        max_position_embeddings=2048),
+    "qwen3-yarn": family("qwen3", 104, 1230, LATE, heads=2, kv=1, head=32, vocab=32, max_position_embeddings=2048,
+                         rope=dict(rope_type="yarn", factor=32.0, original_max_position_embeddings=64,
+                                   attention_factor=1.1, beta_fast=8.0, beta_slow=2.0)),
     "qwen3moe": family("qwen3_moe", 105, 64, ROWS, norm_topk_prob=True, **MOE),
     "qwen3moe-raw": family("qwen3_moe", 106, 64, ROWS, norm_topk_prob=False, **MOE),
     "qwen2moe": family("qwen2_moe", 107, 64, ROWS, norm_topk_prob=False, shared_expert_intermediate_size=40, **MOE),
-    "mixtral": family("mixtral", 108, 64, ROWS, hidden=24, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "mixtral": family("mixtral", 108, 64, ROWS, hidden=24, num_local_experts=4, num_experts_per_tok=2,
+                      sliding_window=None),
     "mistral": family("mistral", 109, 1230, LATE, kv=1, vocab=32, sliding_window=200, max_position_embeddings=2048),
     "gemma": family("gemma", 110, 64, ROWS, **GEMMA),
     "gemma2": family("gemma2", 111, 64, ROWS, layers=4, sliding_window=8, attn_logit_softcapping=2.0,
@@ -400,7 +402,8 @@ def forward64(fields, tensors, ids):
     heads = fields[f"{arch}.attention.head_count"]
     extra = {"attention.head_count_kv": heads, "attention.key_length": fields[f"{arch}.embedding_length"] // heads}
     get = lambda key, default=None: fields.get(f"{arch}.{key}", extra.get(key, default))
-    n, kv, d, eps = len(ids), get("attention.head_count_kv"), get("attention.key_length"), get("attention.layer_norm_rms_epsilon")
+    n, kv, d, eps = len(ids), *map(get, ("attention.head_count_kv", "attention.key_length",
+                                         "attention.layer_norm_rms_epsilon"))
     norm = lambda v, w: v if w is None else v / np.sqrt((v * v).mean(-1, keepdims=True) + eps) * w
     window, pattern = get("attention.sliding_window", 0), get("attention.sliding_window_pattern", PERIOD.get(arch))
     x = tensors["token_embd.weight"].astype(np.float64)[ids] * get("embedding_scale", 1.0)
@@ -408,7 +411,8 @@ def forward64(fields, tensors, ids):
         x = x * np.sqrt(x.shape[1])
     kept = []
     for layer in range(get("block_count")):
-        slides = window and (pattern is None or (pattern[layer] if isinstance(pattern, list) else layer % pattern < pattern - 1))
+        slides = window and (pattern is None or (
+            pattern[layer] if isinstance(pattern, list) else layer % pattern < pattern - 1))
         tensor = lambda name: tensors.get(f"blk.{layer}.{name}")
         part = lambda name, v: v @ tensor(name + ".weight").astype(np.float64).T + (
             tensor(name + ".bias") if tensor(name + ".bias") is not None else 0)

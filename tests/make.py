@@ -3,7 +3,7 @@
 
     python tests/make.py [PART ...] [--check] [--llama2c DIR] [--llamacpp DIR] [--story FILE] [--spm FILE]
 
-Parts, all of them by default: models families quants kquant bins blocks bpe tokens templates parity smollm2
+Parts, all of them by default: models families split quants kquant bins blocks bpe tokens templates parity real
 --check      test what is there instead of writing: a float64 forward pass over each exported file,
              written independently of the program, must give the reference; the text files must come
              out the same again (kinds that need a missing folder are skipped, said so)
@@ -13,7 +13,7 @@ Parts, all of them by default: models families quants kquant bins blocks bpe tok
 --story      the story model as .bin, its .tokenizer.bin beside it (models/story.bin)
 --spm        tokenizer.model of the story model (else rebuilt from models/story.gguf)
 
-`smollm2` and a template of `templates` need models/real/smollm2.gguf (sh models/fetch.sh smollm2).
+`real` needs the files of models/real (sh models/fetch.sh smollm2|gemma3|coder05), `templates` the first of them.
 
 Pinned: torch 2.13.0 (CPU), transformers 5.24.0, tokenizers 0.23.3, sentencepiece 0.2.3, gguf 0.19.0,
 safetensors 0.8.0, numpy 2.4.6, jinja2 3.1.6, accelerate 1.15.0.
@@ -35,7 +35,7 @@ The formats
   parity.txt     `KIND T P S N PROMPT OUT`: llama2.c's options -t -p -s -n, prompt and stdout in hex (prompt
                  . is none), for models/story.bin turned into a version 0 file (w = q * scale); KIND any:
                  the text does not hang on the last digits, story.bin itself must give it; f32: it may not
-  smollm2.ref.txt  for each text `text FILE TOKENS NLL`, then a line a position, `nll argmax`: the
+  REAL.ref.txt   (smollm2, gemma3, coder05) for each text `text FILE TOKENS NLL`, then a line a position, `nll argmax`: the
                  negative log-likelihood of the token there (the first has none: 0), and the best id
                  for the next position
 """
@@ -197,6 +197,30 @@ def make_families(temp):
             write_ref(HERE / (name + ".ref"), ids, *run_reference(model, ids), rows)
             say(f"  {name}: {(HERE / (name + '.gguf')).stat().st_size} + {(HERE / (name + '.ref')).stat().st_size} bytes")
         compare(name, HERE / (name + ".gguf"), 1e-4)
+
+
+def make_split(_temp):
+    """qwen3.gguf as a set of three files; the first holds the keys and no tensor, as such sets often do."""
+    data = (HERE / "qwen3.gguf").read_bytes()
+    tensors = gguf.GGUFReader(HERE / "qwen3.gguf").tensors
+    n_keys, keys = struct.unpack_from("<Q", data, 16)[0], data[24:tensors[0].field.offset]
+    half = len(tensors) // 2
+    for no, part in enumerate(([], tensors[:half], tensors[half:])):
+        infos, body = b"", b""
+        for t in part:
+            name = t.name.encode()
+            body += b"\0" * (-len(body) % 32)
+            infos += struct.pack("<Q", len(name)) + name + struct.pack(f"<I{len(t.shape)}Q", len(t.shape), *map(int, t.shape))
+            infos += struct.pack("<IQ", t.tensor_type, len(body))
+            body += data[t.data_offset:t.data_offset + t.n_bytes]
+        split = b"".join(struct.pack("<Q", len(key)) + key + struct.pack("<IH", 2, value)
+                         for key, value in ((b"split.no", no), (b"split.count", 3)))
+        head = b"GGUF" + struct.pack("<IQQ", 3, len(part), 2 + n_keys * (no == 0)) + keys * (no == 0) + split + infos
+        whole, path = head + b"\0" * (-len(head) % 32) + body, HERE / f"split-{no + 1:05}-of-00003.gguf"
+        if ARGS.check:
+            check(path.read_bytes() == whole, f"{path.name}: comes out the same again")
+        else:
+            path.write_bytes(whole)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -882,37 +906,19 @@ def make_parity(temp):
     write_text("parity.txt", "".join(lines))
 
 
-def make_smollm2(_temp):
-    path = ROOT / "models" / "real" / "smollm2.gguf"
-    if not path.exists():
-        return say("  skipped: needs models/real/smollm2.gguf (sh models/fetch.sh smollm2)")
+def make_real(_temp):
     from real import write_reference
-    write_text("smollm2.ref.txt", write_reference(path))
+    for name in ("smollm2", "gemma3", "coder05"):
+        path = ROOT / "models" / "real" / (name + ".gguf")
+        if path.exists():
+            write_text(name + ".ref.txt", write_reference(path))
+        else:
+            say(f"  {name}: skipped: needs models/real/{name}.gguf (sh models/fetch.sh {name})")
 
 
-def make_split(temp):
-    """qwen3.gguf as a set of three files; the first holds the keys and no tensor, as such sets often do."""
-    import gguf
-    data = (HERE / "qwen3.gguf").read_bytes()
-    tensors = gguf.GGUFReader(HERE / "qwen3.gguf").tensors
-    n_keys, keys = struct.unpack_from("<Q", data, 16)[0], data[24 : tensors[0].field.offset]
-    half = len(tensors) // 2
-    for no, part in enumerate(([], tensors[:half], tensors[half:])):
-        infos, body = b"", b""
-        for t in part:
-            name = t.name.encode()
-            body += b"\0" * (-len(body) % 32)
-            infos += struct.pack("<Q", len(name)) + name + struct.pack(f"<I{len(t.shape)}Q", len(t.shape), *map(int, t.shape))
-            infos += struct.pack("<IQ", t.tensor_type, len(body))
-            body += data[t.data_offset : t.data_offset + t.n_bytes]
-        split = b"".join(struct.pack("<Q", len(key)) + key + struct.pack("<IH", 2, value)
-                         for key, value in ((b"split.no", no), (b"split.count", 3)))
-        head = b"GGUF" + struct.pack("<IQQ", 3, len(part), n_keys + 2 if no == 0 else 2) + (keys if no == 0 else b"") + split + infos
-        (HERE / f"split-{no + 1:05}-of-00003.gguf").write_bytes(head + b"\0" * (-len(head) % 32) + body)
-
-
-PARTS = dict(models=make_models, families=make_families, split=make_split, quants=make_quants, kquant=make_kquant, bins=make_bins, blocks=make_blocks, bpe=make_bpe,
-             tokens=make_tokens, templates=make_templates, parity=make_parity, smollm2=make_smollm2)
+PARTS = dict(models=make_models, families=make_families, split=make_split, quants=make_quants, kquant=make_kquant,
+             bins=make_bins, blocks=make_blocks, bpe=make_bpe, tokens=make_tokens, templates=make_templates,
+             parity=make_parity, real=make_real)
 
 
 def main():

@@ -5,7 +5,8 @@
 
 The reference is transformers, float32, on the very weights of the file (from_pretrained with gguf_file);
 its tokenizer is the tokenizers library on the vocabulary and merges of the file. --peer names a folder
-with llama.cpp's llama-completion and llama-perplexity, whose greedy text and perplexity stand beside.
+with llama.cpp's llama-completion and llama-perplexity, whose KL (over the second half of a text), greedy
+text and perplexity stand beside.
 --long adds the perplexity of the first 20,000 tokens of FILE in pieces of 512 (--tokens, -c change that).
 Exit status 1 if a promise is broken: ids equal, KL below 1e-4 everywhere, greedy text equal up to a near tie.
 """
