@@ -272,6 +272,42 @@ def refusals(check):
             check(ok, f"{name} refused: {done.stderr.strip()[:100]}")
 
 
+def vocabularies(check):
+    """tokenizer.json as families have it: the splitting rule by its expression, types of added tokens, ends of text."""
+    l3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    byte = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    split = lambda rule: [{"type": "Split", "pattern": {"Regex": rule}, "behavior": "Isolated", "invert": False}, byte]
+    digits = [{"type": "Digits", "individual_digits": True}, {**byte, "use_regex": True}]
+    bytes_ = {f"<0x{b:02X}>": 10 + b for b in range(256)}
+    for name, before, model, wanted in (
+            ("Llama 3", split(l3), {"ignore_merges": True}, {"model": "gpt2", "pre": "llama-bpe"}),
+            ("OLMo 2", split(l3), {}, {"model": "gpt2", "pre": "dbrx", "add_bos_token": False}),
+            ("Qwen 2", split(l3.replace("{1,3}", "")), {}, {"pre": "qwen2", "add_space_prefix": False}),
+            ("Granite", digits, {}, {"pre": "smollm"}),
+            ("Gemma", [], {"byte_fallback": True, "vocab": bytes_}, {"model": "llama", "add_space_prefix": False}),
+            ("another rule", split("a+"), {}, None)):
+        with tempfile.TemporaryDirectory() as folder:
+            folder = pathlib.Path(folder)
+            added = [{"id": 2, "content": "<|end|>", "special": True}, {"id": 3, "content": "<think>", "special": False},
+                     {"id": 4, "content": "<|user|>", "special": False}]
+            (folder / "tokenizer.json").write_text(json.dumps({
+                "added_tokens": added, "normalizer": None, "pre_tokenizer": {"type": "Sequence", "pretokenizers": before},
+                "model": {"type": "BPE", "merges": ["a b"], **model, "vocab": {"a": 0, "b": 1, "ab": 5, **model.get("vocab", {})}}}))
+            (folder / "config.json").write_text(json.dumps({"eos_token_id": 1}))
+            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 1], "temperature": 0.6, "top_k": 20}))
+            (folder / "chat_template.jinja").write_text("{{ x }}")
+            done = subprocess.run([sys.executable, str(ROOT / "export.py"), folder / "a.gguf", "--hf", folder, "--vocab-only"],
+                                  stderr=subprocess.PIPE, text=True)
+            if wanted is None:
+                check(done.returncode == 1 and "--pre" in done.stderr, f"tokenizer with {name}: {done.stderr.strip()[-60:]}")
+                continue
+            fields = read(folder / "a.gguf")[0]
+            got = {k: fields.get("tokenizer.ggml." + k) for k in wanted}
+            rest = [fields["tokenizer.ggml.token_type"][:6], fields["tokenizer.ggml.eos_token_id"], fields["tokenizer.ggml.eot_token_id"],
+                    fields["general.sampling.top_k"], fields["tokenizer.chat_template"]]
+            check(got == wanted and rest == [[1, 1, 3, 4, 3, 1], 1, 2, 20, "{{ x }}"], f"tokenizer of {name}: {got} {rest}")
+
+
 def main():
     passed = failed = 0
 
@@ -304,6 +340,7 @@ def main():
                   "tokenizer.bin from the checkpoint and from its GGUF vocabulary")
     families(check)
     refusals(check)
+    vocabularies(check)
     print(f"{passed} passed, {failed} failed")
     return failed != 0
 
