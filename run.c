@@ -519,6 +519,7 @@ struct Format {
     bool quantised;        // meets 16-bit activations
     int offset;            // of the integers
     int scales, minima;    // for 32 weights: 1 or 2, 0 to 2
+    int bits_at;           // place of 32 fifth bits, bit k for weight k; 0: none
     int d_at;              // place of the block's f16 scale, its f16 minimum follows; -1: elsewhere
     const uint8_t *table;  // what the nibbles stand for, offset added
     void (*load)(const Tensor *t, const uint8_t *p, int n, Group *g); // plain C, needs finish_c
@@ -592,8 +593,9 @@ INLINE float fma_or(bool fused, float a, float b, float c) {
 // q8_0, 34 bytes:   | d f16 | 32 signed bytes |
 // bin8, 32 bytes:   | 32 signed bytes |: llama2.c's version 2 where no group crosses a row
 INLINE void bytes_load(const uint8_t *p, int bytes, int n, Group *g) {
-    UNROLL for (int i = 0; i < n; i++, p += bytes) {
-        memcpy(&g->u[i], p, 32);
+    UNROLL for (int i = 0; i < 8; i++) {
+        if (i % 4 == 0 && i >= n) break;
+        memcpy(&g->u[i], p + bytes * MIN(i, n - 1), 32);
         g->u[i] ^= EACH(128);
     }
 }
@@ -616,20 +618,12 @@ INLINE void bin8_scales(const Tensor *t, const uint8_t *p, int n, Group *g) {
 // mxfp4, 17 bytes:  | E | 16 bytes of nibbles |                       scale 2^(E - 128)
 // Nibbles: byte k holds weight k in its low half and weight k + 16 in its high half.
 INLINE void nibbles_load(const uint8_t *p, int bytes, int n, Group *g) {
-    UNROLL for (int i = 0; i < n; i++, p += bytes) {
+    UNROLL for (int i = 0; i < 8; i++) {
+        const uint8_t *q = p + bytes * MIN(i, n - 1);
         uint64_t a, b;
-        memcpy(&a, p, 8), memcpy(&b, p + 8, 8);
+        if (i % 4 == 0 && i >= n) break;
+        memcpy(&a, q, 8), memcpy(&b, q + 8, 8);
         g->u[i] = (V32){a, b, a, b} >> (V32){0, 0, 4, 4} & EACH(15);
-    }
-}
-
-INLINE void fifth_bits_load(const uint8_t *p, int bytes, int n, Group *g) {
-    UNROLL for (int i = 0; i < n; i++, p += bytes) {
-        uint32_t b;
-        memcpy(&b, p, 4);
-        // four bits to a word; four copies of them, 7 bits apart, bring each into its byte
-        V8u v = (V8u){b, b, b, b, b, b, b, b} >> (V8u){0, 4, 8, 12, 16, 20, 24, 28} & 15;
-        g->u[i] |= (V32)(v * 0x02040810u & 0x10101010u);
     }
 }
 
@@ -721,15 +715,13 @@ INLINE void q3_K_group(const uint8_t *p, Group *g) {
 // In each half of 128: four blocks of 32; nibbles of block i in bytes 32 * (i % 2) ..., low: i < 2
 INLINE void q6_K_group(const uint8_t *p, Group *g) {
     uint64_t a, b;
-    V32 low[2], high;
+    V32 low, high;
     memcpy(&a, p + 192, 8), memcpy(&b, p + 200, 8);
     ints_of_pairs(a ^ EACH(128), b ^ EACH(128), g->sc);
     g->sc[0] -= 128, g->sc[1] -= 128;
-    UNROLL for (int h = 0; h < 2; h++) {
-        memcpy(low, p + 64 * h, 64), memcpy(&high, p + 128 + 32 * h, 32);
-        UNROLL for (int i = 0; i < 4; i++)
-            g->u[4 * h + i] = (low[i % 2] >> i / 2 * 4 & EACH(15)) |
-                              (SHIFT(high, 4 - 2 * i) & EACH(0x30));
+    UNROLL for (int i = 0; i < 8; i++) {
+        memcpy(&low, p + i / 4 * 64 + i % 2 * 32, 32), memcpy(&high, p + 128 + i / 4 * 32, 32);
+        g->u[i] = (low >> i % 4 / 2 * 4 & EACH(15)) | (SHIFT(high, 4 - i % 4 * 2) & EACH(0x30));
     }
 }
 
@@ -758,27 +750,25 @@ static void tq1_0_group(const uint8_t *p, Group *g) {
  * weights and bytes a block, offset of the integers, scales and minima for 32, place of d, table,
  * loader. */
 #define QUANTISED(X)                                                                             \
-    X(q8_0, 8, 32, 34, 128, 1, 0, 0, NULL, bytes_load(p + 2, 34, n, g))                          \
-    X(bin8, 1001, 32, 32, 128, 1, 0, -1, NULL,                                                   \
+    X(q8_0, 8, 32, 34, 128, 1, 0, 0, 0, NULL, bytes_load(p + 2, 34, n, g))                       \
+    X(bin8, 1001, 32, 32, 128, 1, 0, 0, -1, NULL,                                                \
       (bytes_load(p, 32, n, g), bin8_scales(t, p, n, g)))                                        \
-    X(q4_0, 2, 32, 18, 8, 1, 0, 0, NULL, nibbles_load(p + 2, 18, n, g))                          \
-    X(q4_1, 3, 32, 20, 0, 1, 1, 0, NULL, nibbles_load(p + 4, 20, n, g))                          \
-    X(q5_0, 6, 32, 22, 16, 1, 0, 0, NULL,                                                        \
-      (nibbles_load(p + 6, 22, n, g), fifth_bits_load(p + 2, 22, n, g)))                         \
-    X(q5_1, 7, 32, 24, 0, 1, 1, 0, NULL,                                                         \
-      (nibbles_load(p + 8, 24, n, g), fifth_bits_load(p + 4, 24, n, g)))                         \
-    X(iq4_nl, 20, 32, 18, 128, 1, 0, 0, iq4_table, nibbles_load(p + 2, 18, n, g))                \
-    X(mxfp4, 39, 32, 17, 12, 1, 0, -1, fp4_table,                                                \
+    X(q4_0, 2, 32, 18, 8, 1, 0, 0, 0, NULL, nibbles_load(p + 2, 18, n, g))                       \
+    X(q4_1, 3, 32, 20, 0, 1, 1, 0, 0, NULL, nibbles_load(p + 4, 20, n, g))                       \
+    X(q5_0, 6, 32, 22, 16, 1, 0, 2, 0, NULL, nibbles_load(p + 6, 22, n, g))                      \
+    X(q5_1, 7, 32, 24, 0, 1, 1, 4, 0, NULL, nibbles_load(p + 8, 24, n, g))                       \
+    X(iq4_nl, 20, 32, 18, 128, 1, 0, 0, 0, iq4_table, nibbles_load(p + 2, 18, n, g))             \
+    X(mxfp4, 39, 32, 17, 12, 1, 0, 0, -1, fp4_table,                                             \
       (nibbles_load(p + 1, 17, n, g), mxfp4_scales(p, n, g)))                                    \
-    X(q2_K, 10, 256, 84, 0, 2, 2, 80, NULL, q2_K_group(p, g))                                    \
-    X(q3_K, 11, 256, 110, 4, 2, 0, 108, NULL, q3_K_group(p, g))                                  \
-    X(q4_K, 12, 256, 144, 0, 1, 1, 0, NULL, q4_K_group(p + 4, p + 16, g))                        \
-    X(q5_K, 13, 256, 176, 0, 1, 1, 0, NULL, (q4_K_group(p + 4, p + 48, g), q5_K_bits(p + 16, g)))\
-    X(q6_K, 14, 256, 210, 32, 2, 0, 208, NULL, q6_K_group(p, g))                                 \
-    X(iq4_xs, 23, 256, 136, 128, 1, 0, 0, iq4_table,                                             \
+    X(q2_K, 10, 256, 84, 0, 2, 2, 0, 80, NULL, q2_K_group(p, g))                                 \
+    X(q3_K, 11, 256, 110, 4, 2, 0, 0, 108, NULL, q3_K_group(p, g))                               \
+    X(q4_K, 12, 256, 144, 0, 1, 1, 0, 0, NULL, q4_K_group(p + 4, p + 16, g))                     \
+    X(q5_K, 13, 256, 176, 0, 1, 1, 0, 0, NULL, (q4_K_group(p + 4, p + 48, g), q5_K_bits(p + 16, g)))\
+    X(q6_K, 14, 256, 210, 32, 2, 0, 0, 208, NULL, q6_K_group(p, g))                              \
+    X(iq4_xs, 23, 256, 136, 128, 1, 0, 0, 0, iq4_table,                                          \
       (nibbles_load(p + 8, 16, 8, g), iq4_xs_scales(p, g)))                                      \
-    X(tq1_0, 34, 256, 54, 1, 1, 0, 52, NULL, (tq1_0_group(p, g), g->sc[0] = (V8i){0} + 1))       \
-    X(tq2_0, 35, 256, 66, 1, 1, 0, 64, NULL, (pairs_load(p, g), g->sc[0] = (V8i){0} + 1))
+    X(tq1_0, 34, 256, 54, 1, 1, 0, 0, 52, NULL, (tq1_0_group(p, g), g->sc[0] = (V8i){0} + 1))    \
+    X(tq2_0, 35, 256, 66, 1, 1, 0, 0, 64, NULL, (pairs_load(p, g), g->sc[0] = (V8i){0} + 1))
 // Float formats: name, GGUF type, bytes, the value at p. bin is version 2 whose groups cross rows;
 // it has no vector dot, its rows are always expanded first.
 #define FLOATS(X)                              \
@@ -809,7 +799,7 @@ static const uint8_t *weight_at(const Tensor *t, int64_t row, int64_t k, int blo
 FLOATS_AND_BIN(X)
 #undef X
 
-#define X(name, id, block, bytes, offset, scales, minima, d_at, table, load)                     \
+#define X(name, id, block, bytes, offset, scales, minima, bits, d_at, table, load)                     \
     INLINE void name##_load(const Tensor *t, const uint8_t *p, int n, Group *g) {                \
         (void)t, (void)n, load;                                                                  \
     }
@@ -823,6 +813,8 @@ static void open_c(const Tensor *t, const uint8_t *p, int n, Group *g) {
     uint8_t *u = (uint8_t *)g->u;
     f->load(t, p, n, g);
     for (int k = 0; f->table && k < 32 * n; k++) u[k] = f->table[u[k]];
+    for (int k = 0; f->bits_at && k < 32 * n; k++)
+        u[k] |= (p[k / 32 * f->bytes + f->bits_at + k % 32 / 8] >> k % 8 & 1) << 4;
     for (int i = 0; f->d_at >= 0 && i < n; i++) {
         const uint8_t *d = p + f->d_at + (times ? 0 : i * f->bytes);
         for (int h = 0; h < f->scales; h++)
@@ -947,6 +939,15 @@ AVX2 __m256 f16_times(const uint8_t *p, V8i v) {
     return _mm256_mul_ps(d, _mm256_cvtepi32_ps((__m256i)v));
 }
 
+AVX2 V32 fifth_bits(const uint8_t *p) { // byte k becomes 16 where bit k is set
+    int32_t bits;
+    memcpy(&bits, p, 4);
+    const __m256i byte = (__m256i)(V32){0, EACH(1), EACH(2), EACH(3)};
+    const __m256i bit = _mm256_set1_epi64x((int64_t)0x8040201008040201);
+    __m256i v = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(bits), byte), bit);
+    return (V32)_mm256_cmpeq_epi8(v, bit) & EACH(16);
+}
+
 // f is a constant wherever this is inlined: one case remains
 AVX2 void finish_avx2(const Format *f, const uint8_t *p, int n, Group *g) {
     if (f->table) {
@@ -954,6 +955,8 @@ AVX2 void finish_avx2(const Format *f, const uint8_t *p, int n, Group *g) {
         UNROLL for (int i = 0; i < 8; i++)
             g->u[i] = (V32)_mm256_shuffle_epi8(table, (__m256i)g->u[i]);
     }
+    UNROLL for (int i = 0; i < 8; i++)
+        if (f->bits_at) g->u[i] |= fifth_bits(p + MIN(i, n - 1) * f->bytes + f->bits_at);
     const uint8_t *d = p + f->d_at;
     if (f->block == 256) {
         g->s[0] = f16_times(d, g->sc[0]);
@@ -968,10 +971,9 @@ AVX2 void finish_avx2(const Format *f, const uint8_t *p, int n, Group *g) {
 
 #define X(name, id, block, ...)                                                        \
     AVX2_CALL void name##_open(const Tensor *t, const uint8_t *p, int n, Group *g) {   \
-        if (block == 32 && n < 8) {                                                    \
-            memset(g->u, 0, sizeof g->u);                                              \
+        if (block == 32 && n < 8)                                                      \
             name##_load(t, p, n, g), finish_avx2(&formats[F_##name], p, n, g);         \
-        } else name##_load(t, p, 8, g), finish_avx2(&formats[F_##name], p, 8, g);      \
+        else name##_load(t, p, 8, g), finish_avx2(&formats[F_##name], p, 8, g);      \
     }
 QUANTISED(X)
 #undef X
@@ -1081,7 +1083,7 @@ AVX2 void quantised_dot_avx2(const Format *f, const Product *y, const int64_t *r
         }
     for (int r = 0; f->block == 32 && j < blocks && r < 4; r++) {
         Group g;
-        f->open(t, p[r], (int)(blocks - j), &g);
+        f->load(t, p[r], (int)(blocks - j), &g), finish_avx2(f, p[r], (int)(blocks - j), &g);
         group_steps(f, f->scales, f->minima, 1, &g, (int)(blocks - j), x, first, j, l[r]);
     }
     for (int c = 0; c < n; c++)
@@ -1472,13 +1474,13 @@ static const struct {
 
 static const Format formats[F_COUNT] = {
 #define X(name, id, size, value)                                                  \
-    {#name, id, 1, size, false, 0, 1, 0, -1, NULL, NULL, NULL, name##_expand,     \
+    {#name, id, 1, size, false, 0, 1, 0, 0, -1, NULL, NULL, NULL, name##_expand,     \
      {float_dot_c, VECTOR(name##_dot)}},
     FLOATS(X)
 #undef X
-    {"bin", 1000, 1, 1, false, 0, 1, 0, -1, NULL, NULL, NULL, bin_expand, {float_dot_c, NULL}},
-#define X(name, id, block, bytes, offset, scales, minima, d_at, table, load)      \
-    {#name, id, block, bytes, true, offset, scales, minima, d_at, table,          \
+    {"bin", 1000, 1, 1, false, 0, 1, 0, 0, -1, NULL, NULL, NULL, bin_expand, {float_dot_c, NULL}},
+#define X(name, id, block, bytes, offset, scales, minima, bits, d_at, table, load)      \
+    {#name, id, block, bytes, true, offset, scales, minima, bits, d_at, table,          \
      name##_load, VECTOR(name##_open), quantised_expand, {quantised_dot_c, VECTOR(name##_dot)}},
     QUANTISED(X)
 #undef X
