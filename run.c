@@ -763,7 +763,8 @@ static void tq1_0_group(const uint8_t *p, Group *g) {
     X(q2_K, 10, 256, 84, 0, 2, 2, 0, 80, NULL, q2_K_group(p, g))                                 \
     X(q3_K, 11, 256, 110, 4, 2, 0, 0, 108, NULL, q3_K_group(p, g))                               \
     X(q4_K, 12, 256, 144, 0, 1, 1, 0, 0, NULL, q4_K_group(p + 4, p + 16, g))                     \
-    X(q5_K, 13, 256, 176, 0, 1, 1, 0, 0, NULL, (q4_K_group(p + 4, p + 48, g), q5_K_bits(p + 16, g)))\
+    X(q5_K, 13, 256, 176, 0, 1, 1, 0, 0, NULL, \
+      (q4_K_group(p + 4, p + 48, g), q5_K_bits(p + 16, g)))                                      \
     X(q6_K, 14, 256, 210, 32, 2, 0, 0, 208, NULL, q6_K_group(p, g))                              \
     X(iq4_xs, 23, 256, 136, 128, 1, 0, 0, 0, iq4_table,                                          \
       (nibbles_load(p + 8, 16, 8, g), iq4_xs_scales(p, g)))                                      \
@@ -799,7 +800,7 @@ static const uint8_t *weight_at(const Tensor *t, int64_t row, int64_t k, int blo
 FLOATS_AND_BIN(X)
 #undef X
 
-#define X(name, id, block, bytes, offset, scales, minima, bits, d_at, table, load)                     \
+#define X(name, id, block, bytes, offset, scales, minima, bits, d_at, table, load) \
     INLINE void name##_load(const Tensor *t, const uint8_t *p, int n, Group *g) {                \
         (void)t, (void)n, load;                                                                  \
     }
@@ -971,9 +972,10 @@ AVX2 void finish_avx2(const Format *f, const uint8_t *p, int n, Group *g) {
 
 #define X(name, id, block, ...)                                                        \
     AVX2_CALL void name##_open(const Tensor *t, const uint8_t *p, int n, Group *g) {   \
-        if (block == 32 && n < 8)                                                      \
+        if (block == 32 && n < 8) {                                                    \
+            memset(g, 0, sizeof *g);                                                   \
             name##_load(t, p, n, g), finish_avx2(&formats[F_##name], p, n, g);         \
-        else name##_load(t, p, 8, g), finish_avx2(&formats[F_##name], p, 8, g);      \
+        } else name##_load(t, p, 8, g), finish_avx2(&formats[F_##name], p, 8, g);      \
     }
 QUANTISED(X)
 #undef X
@@ -1082,7 +1084,7 @@ AVX2 void quantised_dot_avx2(const Format *f, const Product *y, const int64_t *r
             group_steps(f, f->scales, f->minima, 1, &g, 8, x, first, j, l[r]);
         }
     for (int r = 0; f->block == 32 && j < blocks && r < 4; r++) {
-        Group g;
+        Group g = {0};
         f->load(t, p[r], (int)(blocks - j), &g), finish_avx2(f, p[r], (int)(blocks - j), &g);
         group_steps(f, f->scales, f->minima, 1, &g, (int)(blocks - j), x, first, j, l[r]);
     }
