@@ -519,12 +519,13 @@ struct Format {
     bool quantised;        // meets 16-bit activations
     int offset;            // of the integers
     int scales, minima;    // for 32 weights: 1 or 2, 0 to 2
+    int bits_at;           // place of 32 fifth bits, bit k for weight k; 0: none
     int d_at;              // place of the block's f16 scale, its f16 minimum follows; -1: elsewhere
     const uint8_t *table;  // what the nibbles stand for, offset added
-    void (*load)(const Tensor *t, const uint8_t *p, int n, Group *g); // plain C, needs finish_c
-    void (*open)(const Tensor *t, const uint8_t *p, int n, Group *g); // vector code
+    void (*load)(const Tensor *t, const uint8_t *p, int n, Group *g); // plain C, for group_open
+    void (*open)(const Tensor *t, const uint8_t *p, int n, Group *g); // vector code: all of it
     void (*expand)(const Tensor *t, int64_t row, int64_t k, int n, float *out);
-    Dot *dot[2];           // plain C, vector; NULL: the vector code has only panels
+    Dot *dot[2];           // plain C, vector
 };
 
 struct PanelKernels {
@@ -577,14 +578,10 @@ static float f16_at(const uint8_t *p) { return f16_to_f32(u16_at(p)); }
 #else
 #define FMA_IS_FAST 0
 #endif
-INLINE float fma_or(bool fused, float a, float b, float c) {
-    return fused ? __builtin_fmaf(a, b, c) : c + a * b;
-}
-
 // ---- loaders. A loader turns eight blocks of 32 weights into bytes, 32 at a time. It is written
 // once, in GNU C's vectors: compilers make AVX2, SSE2 or NEON code of them, or plain arithmetic on
 // 64-bit words. n: how many of the eight blocks exist (of formats with 256 weights a block, all).
-// What needs instructions that C has no word for (f16, look-up) is left to finish_c, finish_avx2.
+// What needs instructions that C has no word for (f16, look-up) is left to group_open.
 #define EACH(byte) ((byte) * 0x0101010101010101u) // in each byte of a word
 #define SHIFT(v, left) ((left) > 0 ? (v) << (left) : (v) >> -(left))
 #define MISSING -0.0f // scale of a block that is not there: its step changes no lane, not even -0
@@ -592,8 +589,9 @@ INLINE float fma_or(bool fused, float a, float b, float c) {
 // q8_0, 34 bytes:   | d f16 | 32 signed bytes |
 // bin8, 32 bytes:   | 32 signed bytes |: llama2.c's version 2 where no group crosses a row
 INLINE void bytes_load(const uint8_t *p, int bytes, int n, Group *g) {
-    UNROLL for (int i = 0; i < n; i++, p += bytes) {
-        memcpy(&g->u[i], p, 32);
+    UNROLL for (int i = 0; i < 8; i++) {
+        if (i % 4 == 0 && i >= n) break;
+        memcpy(&g->u[i], p + bytes * MIN(i, n - 1), 32);
         g->u[i] ^= EACH(128);
     }
 }
@@ -616,20 +614,12 @@ INLINE void bin8_scales(const Tensor *t, const uint8_t *p, int n, Group *g) {
 // mxfp4, 17 bytes:  | E | 16 bytes of nibbles |                       scale 2^(E - 128)
 // Nibbles: byte k holds weight k in its low half and weight k + 16 in its high half.
 INLINE void nibbles_load(const uint8_t *p, int bytes, int n, Group *g) {
-    UNROLL for (int i = 0; i < n; i++, p += bytes) {
+    UNROLL for (int i = 0; i < 8; i++) {
+        const uint8_t *q = p + bytes * MIN(i, n - 1);
         uint64_t a, b;
-        memcpy(&a, p, 8), memcpy(&b, p + 8, 8);
+        if (i % 4 == 0 && i >= n) break;
+        memcpy(&a, q, 8), memcpy(&b, q + 8, 8);
         g->u[i] = (V32){a, b, a, b} >> (V32){0, 0, 4, 4} & EACH(15);
-    }
-}
-
-INLINE void fifth_bits_load(const uint8_t *p, int bytes, int n, Group *g) {
-    UNROLL for (int i = 0; i < n; i++, p += bytes) {
-        uint32_t b;
-        memcpy(&b, p, 4);
-        // four bits to a word; four copies of them, 7 bits apart, bring each into its byte
-        V8u v = (V8u){b, b, b, b, b, b, b, b} >> (V8u){0, 4, 8, 12, 16, 20, 24, 28} & 15;
-        g->u[i] |= (V32)(v * 0x02040810u & 0x10101010u);
     }
 }
 
@@ -721,15 +711,13 @@ INLINE void q3_K_group(const uint8_t *p, Group *g) {
 // In each half of 128: four blocks of 32; nibbles of block i in bytes 32 * (i % 2) ..., low: i < 2
 INLINE void q6_K_group(const uint8_t *p, Group *g) {
     uint64_t a, b;
-    V32 low[2], high;
+    V32 low, high;
     memcpy(&a, p + 192, 8), memcpy(&b, p + 200, 8);
     ints_of_pairs(a ^ EACH(128), b ^ EACH(128), g->sc);
     g->sc[0] -= 128, g->sc[1] -= 128;
-    UNROLL for (int h = 0; h < 2; h++) {
-        memcpy(low, p + 64 * h, 64), memcpy(&high, p + 128 + 32 * h, 32);
-        UNROLL for (int i = 0; i < 4; i++)
-            g->u[4 * h + i] = (low[i % 2] >> i / 2 * 4 & EACH(15)) |
-                              (SHIFT(high, 4 - 2 * i) & EACH(0x30));
+    UNROLL for (int i = 0; i < 8; i++) {
+        memcpy(&low, p + i / 4 * 64 + i % 2 * 32, 32), memcpy(&high, p + 128 + i / 4 * 32, 32);
+        g->u[i] = (low >> i % 4 / 2 * 4 & EACH(15)) | (SHIFT(high, 4 - i % 4 * 2) & EACH(0x30));
     }
 }
 
@@ -758,27 +746,26 @@ static void tq1_0_group(const uint8_t *p, Group *g) {
  * weights and bytes a block, offset of the integers, scales and minima for 32, place of d, table,
  * loader. */
 #define QUANTISED(X)                                                                             \
-    X(q8_0, 8, 32, 34, 128, 1, 0, 0, NULL, bytes_load(p + 2, 34, n, g))                          \
-    X(bin8, 1001, 32, 32, 128, 1, 0, -1, NULL,                                                   \
+    X(q8_0, 8, 32, 34, 128, 1, 0, 0, 0, NULL, bytes_load(p + 2, 34, n, g))                       \
+    X(bin8, 1001, 32, 32, 128, 1, 0, 0, -1, NULL,                                                \
       (bytes_load(p, 32, n, g), bin8_scales(t, p, n, g)))                                        \
-    X(q4_0, 2, 32, 18, 8, 1, 0, 0, NULL, nibbles_load(p + 2, 18, n, g))                          \
-    X(q4_1, 3, 32, 20, 0, 1, 1, 0, NULL, nibbles_load(p + 4, 20, n, g))                          \
-    X(q5_0, 6, 32, 22, 16, 1, 0, 0, NULL,                                                        \
-      (nibbles_load(p + 6, 22, n, g), fifth_bits_load(p + 2, 22, n, g)))                         \
-    X(q5_1, 7, 32, 24, 0, 1, 1, 0, NULL,                                                         \
-      (nibbles_load(p + 8, 24, n, g), fifth_bits_load(p + 4, 24, n, g)))                         \
-    X(iq4_nl, 20, 32, 18, 128, 1, 0, 0, iq4_table, nibbles_load(p + 2, 18, n, g))                \
-    X(mxfp4, 39, 32, 17, 12, 1, 0, -1, fp4_table,                                                \
+    X(q4_0, 2, 32, 18, 8, 1, 0, 0, 0, NULL, nibbles_load(p + 2, 18, n, g))                       \
+    X(q4_1, 3, 32, 20, 0, 1, 1, 0, 0, NULL, nibbles_load(p + 4, 20, n, g))                       \
+    X(q5_0, 6, 32, 22, 16, 1, 0, 2, 0, NULL, nibbles_load(p + 6, 22, n, g))                      \
+    X(q5_1, 7, 32, 24, 0, 1, 1, 4, 0, NULL, nibbles_load(p + 8, 24, n, g))                       \
+    X(iq4_nl, 20, 32, 18, 128, 1, 0, 0, 0, iq4_table, nibbles_load(p + 2, 18, n, g))             \
+    X(mxfp4, 39, 32, 17, 12, 1, 0, 0, -1, fp4_table,                                             \
       (nibbles_load(p + 1, 17, n, g), mxfp4_scales(p, n, g)))                                    \
-    X(q2_K, 10, 256, 84, 0, 2, 2, 80, NULL, q2_K_group(p, g))                                    \
-    X(q3_K, 11, 256, 110, 4, 2, 0, 108, NULL, q3_K_group(p, g))                                  \
-    X(q4_K, 12, 256, 144, 0, 1, 1, 0, NULL, q4_K_group(p + 4, p + 16, g))                        \
-    X(q5_K, 13, 256, 176, 0, 1, 1, 0, NULL, (q4_K_group(p + 4, p + 48, g), q5_K_bits(p + 16, g)))\
-    X(q6_K, 14, 256, 210, 32, 2, 0, 208, NULL, q6_K_group(p, g))                                 \
-    X(iq4_xs, 23, 256, 136, 128, 1, 0, 0, iq4_table,                                             \
+    X(q2_K, 10, 256, 84, 0, 2, 2, 0, 80, NULL, q2_K_group(p, g))                                 \
+    X(q3_K, 11, 256, 110, 4, 2, 0, 0, 108, NULL, q3_K_group(p, g))                               \
+    X(q4_K, 12, 256, 144, 0, 1, 1, 0, 0, NULL, q4_K_group(p + 4, p + 16, g))                     \
+    X(q5_K, 13, 256, 176, 0, 1, 1, 0, 0, NULL, \
+      (q4_K_group(p + 4, p + 48, g), q5_K_bits(p + 16, g)))                                      \
+    X(q6_K, 14, 256, 210, 32, 2, 0, 0, 208, NULL, q6_K_group(p, g))                              \
+    X(iq4_xs, 23, 256, 136, 128, 1, 0, 0, 0, iq4_table,                                          \
       (nibbles_load(p + 8, 16, 8, g), iq4_xs_scales(p, g)))                                      \
-    X(tq1_0, 34, 256, 54, 1, 1, 0, 52, NULL, (tq1_0_group(p, g), g->sc[0] = (V8i){0} + 1))       \
-    X(tq2_0, 35, 256, 66, 1, 1, 0, 64, NULL, (pairs_load(p, g), g->sc[0] = (V8i){0} + 1))
+    X(tq1_0, 34, 256, 54, 1, 1, 0, 0, 52, NULL, (tq1_0_group(p, g), g->sc[0] = (V8i){0} + 1))    \
+    X(tq2_0, 35, 256, 66, 1, 1, 0, 0, 64, NULL, (pairs_load(p, g), g->sc[0] = (V8i){0} + 1))
 // Float formats: name, GGUF type, bytes, the value at p. bin is version 2 whose groups cross rows;
 // it has no vector dot, its rows are always expanded first.
 #define FLOATS(X)                              \
@@ -809,35 +796,190 @@ static const uint8_t *weight_at(const Tensor *t, int64_t row, int64_t k, int blo
 FLOATS_AND_BIN(X)
 #undef X
 
-#define X(name, id, block, bytes, offset, scales, minima, d_at, table, load)                     \
-    INLINE void name##_load(const Tensor *t, const uint8_t *p, int n, Group *g) {                \
-        (void)t, (void)n, load;                                                                  \
+// ---- what an instruction set does in its own way. All kernels below are written once, in terms of
+// these: each is compiled with one of the tables as a constant, so that the calls are inlined.
+// Pointers instead of values: how a vector is passed depends on the instruction set.
+typedef struct {
+    void (*fma)(const V8f *a, const V8f *b, V8f *c);       // c += a * b, rounded once
+    void (*fma_or)(const V8f *a, const V8f *b, V8f *c);    // or twice where it would be slow
+    void (*floats)(const V8i *a, V8f *b);
+    void (*load)(uint32_t id, const uint8_t *p, V8f *v);   // eight weights of f32, f16, bf16
+    void (*halves)(const uint8_t *p, int step, int n, V8f *v); // f16: n <= 8 and MISSING ones
+    void (*look_up)(const uint8_t table[16], V32 *u);
+    void (*fifth_bits)(const uint8_t *bits, V32 *u);       // u |= 16 where the bit is set
+    // of eight blocks times q, even-numbered values first: sums of their first, second 16
+    void (*sums)(const V32 *u, int n, const int16_t *q, V8i s[2]);
+    void (*pack)(const V8i v[4], int16_t *q, int32_t sum[2]); // 32 integers, even-numbered first
+} Simd;
+
+static void fma_c(const V8f *a, const V8f *b, V8f *c) {
+    for (int i = 0; i < 8; i++) (*c)[i] = fmaf((*a)[i], (*b)[i], (*c)[i]);
+}
+
+static void fma_or_c(const V8f *a, const V8f *b, V8f *c) {
+    if (FMA_IS_FAST) fma_c(a, b, c);
+    else *c += *a * *b;
+}
+
+static void floats_c(const V8i *a, V8f *b) {
+    for (int i = 0; i < 8; i++) (*b)[i] = (float)(*a)[i];
+}
+
+static void load_c(uint32_t id, const uint8_t *p, V8f *v) {
+    for (int i = 0; i < 8; i++)
+        (*v)[i] = id == 0 ? f32_at(p + 4 * i) : id == 1 ? f16_at(p + 2 * i)
+                                                         : bf16_to_f32(u16_at(p + 2 * i));
+}
+
+static void halves_c(const uint8_t *p, int step, int n, V8f *v) {
+    for (int i = 0; i < 8; i++) (*v)[i] = i < n ? f16_at(p + step * i) : MISSING;
+}
+
+static void look_up_c(const uint8_t table[16], V32 *u) {
+    for (int k = 0; k < 32; k++) ((uint8_t *)u)[k] = table[((uint8_t *)u)[k]];
+}
+
+static void fifth_bits_c(const uint8_t *bits, V32 *u) {
+    for (int k = 0; k < 32; k++) ((uint8_t *)u)[k] |= (bits[k / 8] >> k % 8 & 1) << 4;
+}
+
+static void sums_c(const V32 *u, int n, const int16_t *q, V8i s[2]) {
+    s[0] = s[1] = (V8i){0};
+    for (int k = 0; k < 32 * n; k++)
+        s[k % 32 / 16][k / 32] += ((const uint8_t *)u)[k] * q[k / 32 * 32 + k % 2 * 16 + k % 32 / 2];
+}
+
+static void pack_c(const V8i v[4], int16_t *q, int32_t sum[2]) {
+    sum[0] = sum[1] = 0;
+    for (int k = 0; k < 32; k++) {
+        q[k % 2 * 16 + k / 2] = (int16_t)v[k / 8][k % 8];
+        sum[k / 16] += v[k / 8][k % 8];
+    }
+}
+
+static const Simd simd_c = {fma_c,     fma_or_c,     floats_c, load_c, halves_c,
+                            look_up_c, fifth_bits_c, sums_c,   pack_c};
+
+#ifdef HAVE_X86
+// Vector code is compiled for its instruction set whatever the command line says; isa_best() looks
+// before any of it runs.
+#define AVX2_TARGET __attribute__((target("avx2,fma,f16c")))
+#define AVX2 AVX2_TARGET __attribute__((always_inline)) static inline
+#define AVX2_CALL AVX2_TARGET __attribute__((noinline)) static
+
+AVX2 __m256i load32(const void *p) { return _mm256_loadu_si256(p); }
+
+AVX2 void fma_avx2(const V8f *a, const V8f *b, V8f *c) { *c = _mm256_fmadd_ps(*a, *b, *c); }
+
+AVX2 void floats_avx2(const V8i *a, V8f *b) { *b = _mm256_cvtepi32_ps((__m256i)*a); }
+
+AVX2 void load_avx2(uint32_t id, const uint8_t *p, V8f *v) {
+    if (id == 0) *v = _mm256_loadu_ps((const float *)p);
+    else if (id == 1) *v = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+    else {
+        __m256i h = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+        *v = (V8f)_mm256_slli_epi32(h, 16);
+    }
+}
+
+AVX2 void halves_avx2(const uint8_t *p, int step, int n, V8f *v) {
+    int16_t h[8];
+    UNROLL for (int i = 0; i < 8; i++) h[i] = (int16_t)(i < n ? u16_at(p + step * i) : 0x8000);
+    *v = _mm256_cvtph_ps(_mm_setr_epi16(h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]));
+}
+
+AVX2 void look_up_avx2(const uint8_t table[16], V32 *u) {
+    __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)table));
+    *u = (V32)_mm256_shuffle_epi8(t, (__m256i)*u);
+}
+
+AVX2 void fifth_bits_avx2(const uint8_t *bits, V32 *u) {
+    int32_t all;
+    memcpy(&all, bits, 4);
+    const __m256i byte = (__m256i)(V32){0, EACH(1), EACH(2), EACH(3)};
+    const __m256i bit = _mm256_set1_epi64x((int64_t)0x8040201008040201);
+    __m256i v = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(all), byte), bit);
+    *u |= (V32)_mm256_cmpeq_epi8(v, bit) & EACH(16);
+}
+
+AVX2 void sums_avx2(const V32 *u, int n, const int16_t *q, V8i s[2]) {
+    __m256i part[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()}, v[4];
+    UNROLL for (int h = 0; h < 2; h++) { // four blocks at a time
+        if (n <= 4 * h) break;
+        UNROLL for (int i = 0; i < 4; i++, q += 32) {
+            __m256i w = (__m256i)u[4 * h + i], even = _mm256_and_si256(w, _mm256_set1_epi16(255));
+            v[i] = _mm256_add_epi32(_mm256_madd_epi16(even, load32(q)),
+                                    _mm256_madd_epi16(_mm256_srli_epi16(w, 8), load32(q + 16)));
+        }
+        v[0] = _mm256_hadd_epi32(v[0], v[1]), v[2] = _mm256_hadd_epi32(v[2], v[3]);
+        part[h] = _mm256_hadd_epi32(v[0], v[2]);
+    }
+    s[0] = (V8i)_mm256_permute2x128_si256(part[0], part[1], 0x20);
+    s[1] = (V8i)_mm256_permute2x128_si256(part[0], part[1], 0x31);
+}
+
+AVX2 void pack_avx2(const V8i v[4], int16_t *q, int32_t sum[2]) {
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), one = _mm256_set1_epi16(1);
+    __m256i part[2];
+    UNROLL for (int i = 0; i < 2; i++) { // even-numbered, odd-numbered
+        __m256 a = i ? _mm256_shuffle_ps((__m256)v[0], (__m256)v[1], 0xDD)
+                     : _mm256_shuffle_ps((__m256)v[0], (__m256)v[1], 0x88);
+        __m256 b = i ? _mm256_shuffle_ps((__m256)v[2], (__m256)v[3], 0xDD)
+                     : _mm256_shuffle_ps((__m256)v[2], (__m256)v[3], 0x88);
+        __m256i all = _mm256_packs_epi32((__m256i)a, (__m256i)b);
+        all = _mm256_permutevar8x32_epi32(all, order);
+        _mm256_storeu_si256((__m256i *)(void *)(q + 16 * i), all);
+        part[i] = _mm256_madd_epi16(all, one);
+    }
+    __m256i s = _mm256_add_epi32(part[0], part[1]);
+    s = _mm256_hadd_epi32(s, s), s = _mm256_hadd_epi32(s, s);
+    sum[0] = _mm256_extract_epi32(s, 0), sum[1] = _mm256_extract_epi32(s, 4);
+}
+
+static const Simd simd_avx2 = {fma_avx2,     fma_avx2,        floats_avx2, load_avx2, halves_avx2,
+                               look_up_avx2, fifth_bits_avx2, sums_avx2,   pack_avx2};
+#endif
+
+// ---- quantised weights: groups and dots
+#define X(name, id, block, bytes, offset, scales, minima, bits, d_at, table, load) \
+    INLINE void name##_load(const Tensor *t, const uint8_t *p, int n, Group *g) {  \
+        (void)t, (void)n, load;                                                    \
     }
 QUANTISED(X)
 #undef X
 
-// Opens n of the eight blocks at p; the vector form of the second half is finish_avx2
-static void open_c(const Tensor *t, const uint8_t *p, int n, Group *g) {
-    const Format *f = t->format;
-    const bool times = f->block == 256; // s and m are products
-    uint8_t *u = (uint8_t *)g->u;
+// Opens n of the eight blocks at p
+INLINE void group_open(const Simd *v, const Format *f, const Tensor *t, const uint8_t *p, int n,
+                       Group *g) {
     f->load(t, p, n, g);
-    for (int k = 0; f->table && k < 32 * n; k++) u[k] = f->table[u[k]];
-    for (int i = 0; f->d_at >= 0 && i < n; i++) {
-        const uint8_t *d = p + f->d_at + (times ? 0 : i * f->bytes);
-        for (int h = 0; h < f->scales; h++)
-            g->s[h][i] = times ? f16_at(d) * (float)g->sc[h][i] : f16_at(d);
-        for (int h = 0; h < f->minima; h++)
-            g->m[h][i] = times ? -(f16_at(d + 2) * (float)g->mn[h][i]) : f16_at(d + 2);
+    UNROLL for (int i = 0; i < 8; i++) {
+        if (i % 4 == 0 && i >= n) break;
+        if (f->bits_at) v->fifth_bits(p + MIN(i, n - 1) * f->bytes + f->bits_at, &g->u[i]);
+        if (f->table) v->look_up(f->table, &g->u[i]);
     }
+    if (f->d_at < 0) return;
+    const int step = f->block == 32 ? f->bytes : 0;
+    v->halves(p + f->d_at, step, n, &g->s[0]);
+    if (f->minima) v->halves(p + f->d_at + 2, step, n, &g->m[0]);
+    if (step) return;
+    g->s[1] = g->s[0], g->m[1] = g->m[0];
+    UNROLL for (int h = 0; h < 2; h++) {
+        V8f units;
+        if (h < f->scales) v->floats(&g->sc[h], &units), g->s[h] *= units;
+        if (h < f->minima) v->floats(&g->mn[h], &units), g->m[h] = -(g->m[h] * units);
+    }
+}
+
+static void open_c(const Tensor *t, const uint8_t *p, int n, Group *g) {
+    group_open(&simd_c, t->format, t, p, n, g);
 }
 
 // The minimum is added to the rounded product: two roundings
 static void quantised_expand(const Tensor *t, int64_t row, int64_t k, int n, float *out) {
     const Format *f = t->format;
     const uint8_t *p = weight_at(t, row, k, f->block, f->bytes);
-    Group g;
     for (int j = 0; j < n; j += 256, p += 256 / f->block * f->bytes) {
+        Group g = {0};
         open_c(t, p, MIN(8, (n - j) / 32), &g);
         for (int i = 0; i < MIN(256, n - j); i++) {
             int b = i / 32, h = i % 32 / 16;
@@ -847,364 +989,216 @@ static void quantised_expand(const Tensor *t, int64_t row, int64_t k, int n, flo
     }
 }
 
-// ---- the products in plain C
 static float lanes_fold(const float *l) {
     return ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
 }
 
-// Number i of the blocks opened is block j of the row; q has the even-numbered activations first
-static void block_step(const Format *f, const Group *g, int i, const Acts *x, int column, int64_t j,
-                       float *lane) {
-    const uint8_t *u = (const uint8_t *)&g->u[i];
-    const int16_t *q = x->q + column * x->ldq + 32 * j;
+INLINE void lanes_step(const Simd *v, const V8f *dx, const V8f *scale, const V8i *sum, V8f *lanes) {
+    V8f product = *dx * *scale, s;
+    v->floats(sum, &s);
+    v->fma(&product, &s, lanes);
+}
+
+// The n <= 8 blocks of a group times a column: lane i takes its steps for block i at q
+INLINE void group_step(const Simd *v, const Format *f, int scales, int minima, const Group *g, int n,
+                       const Acts *x, int64_t column, int64_t j, V8f *lanes) {
+    V8i s[2], halves[2], both;
+    V8f dx;
     const int32_t *sum = x->sum + 2 * column * x->ldb + j;
-    const float dx = x->dx[column * x->ldb + j];
-    int32_t s[2] = {0}, sums[2] = {sum[0], sum[x->ldb]};
-    for (int k = 0; k < 32; k++) s[k / 16] += (u[k] - f->offset) * q[k % 2 * 16 + k / 2];
-    if (f->scales == 1) s[0] += s[1];
-    if (f->minima == 1) sums[0] += sums[1];
-    for (int h = 0; h < f->scales; h++) *lane = fmaf(dx * g->s[h][i], (float)s[h], *lane);
-    for (int h = 0; h < f->minima; h++) *lane = fmaf(dx * g->m[h][i], (float)sums[h], *lane);
-}
-
-static void quantised_dot_c(const Product *p, const int64_t *row, const Acts *x, int first, int n) {
-    const Tensor *t = p->w;
-    const Format *f = t->format;
-    Group g;
-    for (int r = 0; r < 4; r++) {
-        float l[COLUMNS][LANES] = {{0}};
-        for (int64_t j = 0; j < t->cols / 32; j++) {
-            int i = (int)(j % 8);
-            if (i == 0) open_c(t, weight_at(t, row[r], 32 * j, f->block, f->bytes),
-                                   (int)MIN(8, t->cols / 32 - j), &g);
-            for (int c = 0; c < n; c++) block_step(f, &g, i, x, first + c, j, &l[c][i]);
-        }
-        for (int c = 0; c < n; c++) p->y[(first + c) * p->ldy + row[r]] = lanes_fold(l[c]);
+    memcpy(&dx, x->dx + column * x->ldb + j, 32);
+    memcpy(&halves[0], sum, 32), memcpy(&halves[1], sum + x->ldb, 32);
+    both = halves[0] + halves[1];
+    v->sums(g->u, n, x->q + column * x->ldq + 32 * j, s);
+    if (scales == 1) s[0] += s[1];
+    if (!minima) {
+        s[0] -= (scales == 1 ? both : halves[0]) * f->offset;
+        s[1] -= halves[1] * f->offset;
     }
+    lanes_step(v, &dx, &g->s[0], &s[0], lanes);
+    if (scales == 2) lanes_step(v, &dx, &g->s[1], &s[1], lanes);
+    if (minima) lanes_step(v, &dx, &g->m[0], minima == 1 ? &both : &halves[0], lanes);
+    if (minima == 2) lanes_step(v, &dx, &g->m[1], &halves[1], lanes);
 }
 
-static void float_dot_c(const Product *p, const int64_t *row, const Acts *x, int first, int n) {
-    const Tensor *t = p->w;
-    float w[FLOAT_BLOCK];
-    for (int r = 0; r < 4; r++) {
-        float y[COLUMNS] = {0}; // not p->y: another thread may make the same row once more
-        for (int64_t k = 0; k < t->cols; k += FLOAT_BLOCK) {
-            int len = (int)MIN(FLOAT_BLOCK, t->cols - k);
-            t->format->expand(t, row[r], k, len, w);
-            for (int c = 0; c < n; c++) {
-                const float *v = x->x + (first + c) * x->ldx + k;
-                float l[LANES] = {0};
-                for (int i = 0; i < len; i++)
-                    l[i % LANES] = fma_or(FMA_IS_FAST, w[i], v[i], l[i % LANES]);
-                y[c] = k ? y[c] + lanes_fold(l) : lanes_fold(l);
-            }
-        }
-        for (int c = 0; c < n; c++) p->y[(first + c) * p->ldy + row[r]] = y[c];
-    }
-}
-
-// 16-bit activations of a block; q: its even-numbered values, then its odd. NaN or infinity make
-// the scale NaN, and with it every result.
-static void quantise_block(const float *x, int16_t *q, float *dx, int32_t *sum, int64_t ldb) {
-    float a = 0;
-    bool finite = true;
-    for (int k = 0; k < 32; k++) finite &= fabsf(x[k]) < INFINITY, a = fmaxf(a, fabsf(x[k]));
-    const bool zero = !finite || a < 0x1p-100f;
-    const float r = zero ? 0 : 32767 / a;
-    *dx = !finite ? NAN : zero ? 0 : a / 32767;
-    sum[0] = sum[ldb] = 0;
-    for (int k = 0; k < 32; k++) {
-        int v = zero ? 0 : (int)lrintf(x[k] * r);
-        q[k % 2 * 16 + k / 2] = (int16_t)v;
-        sum[k / 16 * ldb] += v;
-    }
-}
-
-static void quantise_c(const Acts *a, int row) {
-    for (int64_t j = 0; j < a->cols / 32; j++)
-        quantise_block(a->x + row * a->ldx + 32 * j, a->q + row * a->ldq + 32 * j,
-                       a->dx + row * a->ldb + j, a->sum + 2 * row * a->ldb + j, a->ldb);
-}
-
-#ifdef HAVE_X86
-// ---- AVX2: groups. Vector code is compiled for its instruction set whatever the command line
-// says; isa_best() looks before any of it runs.
-#define AVX2_TARGET __attribute__((target("avx2,fma,f16c")))
-#define AVX2 AVX2_TARGET __attribute__((always_inline)) static inline
-#define AVX2_CALL AVX2_TARGET __attribute__((noinline)) static
-
-AVX2 __m256i load32(const void *p) { return _mm256_loadu_si256(p); }
-
-AVX2 __m256 f16_each(const uint8_t *p, int bytes, int n) { // an f16 from each of 8 blocks
-    uint16_t h[8];
-    UNROLL for (int i = 0; i < 8; i++) h[i] = i < n ? u16_at(p + bytes * i) : 0x8000; // MISSING
-    return _mm256_cvtph_ps(_mm_setr_epi16((short)h[0], (short)h[1], (short)h[2], (short)h[3],
-                                          (short)h[4], (short)h[5], (short)h[6], (short)h[7]));
-}
-
-AVX2 __m256 f16_times(const uint8_t *p, V8i v) {
-    __m256 d = _mm256_cvtph_ps(_mm_set1_epi16((short)u16_at(p)));
-    return _mm256_mul_ps(d, _mm256_cvtepi32_ps((__m256i)v));
-}
-
-// f is a constant wherever this is inlined: one case remains
-AVX2 void finish_avx2(const Format *f, const uint8_t *p, int n, Group *g) {
-    if (f->table) {
-        __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)f->table));
-        UNROLL for (int i = 0; i < 8; i++)
-            g->u[i] = (V32)_mm256_shuffle_epi8(table, (__m256i)g->u[i]);
-    }
-    const uint8_t *d = p + f->d_at;
-    if (f->block == 256) {
-        g->s[0] = f16_times(d, g->sc[0]);
-        if (f->scales == 2) g->s[1] = f16_times(d, g->sc[1]);
-        if (f->minima) g->m[0] = -f16_times(d + 2, g->mn[0]);
-        if (f->minima == 2) g->m[1] = -f16_times(d + 2, g->mn[1]);
-    } else if (f->d_at >= 0) {
-        g->s[0] = f16_each(d, f->bytes, n);
-        if (f->minima) g->m[0] = f16_each(d + 2, f->bytes, n);
-    }
-}
-
-#define X(name, id, block, ...)                                                        \
-    AVX2_CALL void name##_open(const Tensor *t, const uint8_t *p, int n, Group *g) {   \
-        if (block == 32 && n < 8) {                                                    \
-            memset(g->u, 0, sizeof g->u);                                              \
-            name##_load(t, p, n, g), finish_avx2(&formats[F_##name], p, n, g);         \
-        } else name##_load(t, p, 8, g), finish_avx2(&formats[F_##name], p, 8, g);      \
-    }
-QUANTISED(X)
-#undef X
-
-// ---- AVX2: dots, straight from the file
-AVX2 float lanes_fold_avx2(__m256 l) {
-    __m128 a = _mm_add_ps(_mm256_castps256_ps128(l), _mm256_extractf128_ps(l, 1));
-    a = _mm_add_ps(a, _mm_movehl_ps(a, a));
-    return _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)));
-}
-
-AVX2 __m256 step_avx2(__m256 dx, __m256 scale, __m256i sum, __m256 lane) {
-    return _mm256_fmadd_ps(_mm256_mul_ps(dx, scale), _mm256_cvtepi32_ps(sum), lane);
-}
-
-// The n <= 8 blocks of a group times `cols` columns: lane i of l[c] takes its steps for block j + i
-AVX2 void group_steps(const Format *f, int scales, int minima, int cols, const Group *g, int n,
-                      const Acts *x, int64_t first, int64_t j, float (*l)[LANES]) {
-    __m256i s[2][COLUMNS];
-    UNROLL for (int c = 0; c < cols; c++) s[0][c] = s[1][c] = _mm256_setzero_si256();
-    UNROLL for (int h = 0; h < 2; h++) { // four blocks: exact sums of their first and second 16
-        __m256i even[4], odd[4], v[4];
-        if (n <= 4 * h) break;
-        UNROLL for (int i = 0; i < 4; i++) {
-            even[i] = _mm256_and_si256((__m256i)g->u[4 * h + i], _mm256_set1_epi16(255));
-            odd[i] = _mm256_srli_epi16((__m256i)g->u[4 * h + i], 8);
-        }
-        UNROLL for (int c = 0; c < cols; c++) {
-            const int16_t *q = x->q + (first + c) * x->ldq + 32 * (j + 4 * h);
-            UNROLL for (int i = 0; i < 4; i++)
-                v[i] = _mm256_add_epi32(_mm256_madd_epi16(even[i], load32(q + 32 * i)),
-                                        _mm256_madd_epi16(odd[i], load32(q + 32 * i + 16)));
-            v[0] = _mm256_hadd_epi32(v[0], v[1]), v[2] = _mm256_hadd_epi32(v[2], v[3]);
-            s[h][c] = _mm256_hadd_epi32(v[0], v[2]);
-        }
-    }
-    UNROLL for (int c = 0; c < cols; c++) {
-        const int32_t *sum = x->sum + 2 * (first + c) * x->ldb + j;
-        const __m256 dx = _mm256_loadu_ps(x->dx + (first + c) * x->ldb + j);
-        const __m256i offset = _mm256_set1_epi32(f->offset);
-        __m256i s0 = _mm256_permute2x128_si256(s[0][c], s[1][c], 0x20), x0 = load32(sum);
-        __m256i s1 = _mm256_permute2x128_si256(s[0][c], s[1][c], 0x31), x1 = load32(sum + x->ldb);
-        __m256i both = _mm256_add_epi32(x0, x1);
-        __m256 lane = _mm256_loadu_ps(l[c]);
-        if (scales == 1) s0 = _mm256_add_epi32(s0, s1);
-        if (!minima) {
-            s0 = _mm256_sub_epi32(s0, _mm256_mullo_epi32(scales == 1 ? both : x0, offset));
-            s1 = _mm256_sub_epi32(s1, _mm256_mullo_epi32(x1, offset));
-        }
-        lane = step_avx2(dx, g->s[0], s0, lane);
-        if (scales == 2) lane = step_avx2(dx, g->s[1], s1, lane);
-        if (minima) lane = step_avx2(dx, g->m[0], minima == 1 ? both : x0, lane);
-        if (minima == 2) lane = step_avx2(dx, g->m[1], x1, lane);
-        _mm256_storeu_ps(l[c], lane);
-    }
-}
-
-AVX2 void prefetch(const uint8_t *p, int bytes) { // 1 KB ahead in each of four streams
-    UNROLL for (int i = 0; i < bytes; i += 64)
-        _mm_prefetch((const char *)p + 1024 + i, _MM_HINT_T0);
-}
-
-// Four rows times several columns, each group opened once; bytes: of eight blocks of 32 weights
-AVX2 void groups(int scales, int minima, const Tensor *t, const uint8_t **p, int bytes,
-                 const Acts *x, int first, int n, float l[4][COLUMNS][LANES]) {
-    const Format *f = t->format;
-    Group g;
-    for (int64_t j = 0; j < t->cols / 32; j += 8)
-        for (int r = 0; r < 4; r++, p[r - 1] += bytes) {
-            prefetch(p[r], 8 * 34);
-            const int b = (int)MIN(8, t->cols / 32 - j), last = first + n - 1;
-            f->open(t, p[r], b, &g);
-            if (n == 4) group_steps(f, scales, minima, 4, &g, b, x, first, j, l[r]);
-            if (n == 2 || n == 3) group_steps(f, scales, minima, 2, &g, b, x, first, j, l[r]);
-            if (n % 2) group_steps(f, scales, minima, 1, &g, b, x, last, j, l[r] + n - 1);
-        }
-}
-
-AVX2_CALL void groups_avx2(const Tensor *t, const uint8_t **p, int bytes, const Acts *x, int first,
-                           int n, float l[4][COLUMNS][LANES]) {
-    const Format *f = t->format;
-    if (f->minima == 2) groups(2, 2, t, p, bytes, x, first, n, l);
-    else if (f->scales == 2) groups(2, 0, t, p, bytes, x, first, n, l);
-    else if (f->minima) groups(1, 1, t, p, bytes, x, first, n, l);
-    else groups(1, 0, t, p, bytes, x, first, n, l);
-}
-
-// One column, the case of decode, is compiled for each format
-AVX2 void quantised_dot_avx2(const Format *f, const Product *y, const int64_t *row, const Acts *x,
-                             int first, int n) {
+// Four rows times n columns. known: f is a constant, its group is opened inline.
+INLINE void quantised_dot(const Simd *v, const Format *f, bool known, int scales, int minima,
+                          const Product *y, const int64_t *row, const Acts *x, int first, int n) {
     const Tensor *t = y->w;
     const int bytes = 256 / f->block * f->bytes;
-    float l[4][COLUMNS][LANES];
+    V8f l[4][COLUMNS] = {{{0}}};
     const uint8_t *p[4];
-    int64_t blocks = t->cols / 32, j = 0;
-    for (int r = 0; r < 4; r++) {
-        p[r] = t->data + (size_t)row[r] * t->stride;
-        for (int c = 0; c < n; c++) _mm256_storeu_ps(l[r][c], _mm256_setzero_ps());
-    }
-    if (n > 1) groups_avx2(t, p, bytes, x, first, n, l), j = blocks;
+    const int64_t blocks = t->cols / 32;
+    int64_t j = 0;
+    for (int r = 0; r < 4; r++) p[r] = t->data + (size_t)row[r] * t->stride;
     for (; j + 8 <= blocks; j += 8)
         for (int r = 0; r < 4; r++, p[r - 1] += bytes) {
             Group g;
-            prefetch(p[r], bytes);
-            f->load(t, p[r], 8, &g), finish_avx2(f, p[r], 8, &g);
-            group_steps(f, f->scales, f->minima, 1, &g, 8, x, first, j, l[r]);
+            UNROLL for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p[r] + 1024 + i);
+            if (known) group_open(v, f, t, p[r], 8, &g);
+            else f->open(t, p[r], 8, &g);
+            for (int c = 0; c < n; c++)
+                group_step(v, f, scales, minima, &g, 8, x, first + c, j, &l[r][c]);
         }
-    for (int r = 0; f->block == 32 && j < blocks && r < 4; r++) {
-        Group g;
-        f->open(t, p[r], (int)(blocks - j), &g);
-        group_steps(f, f->scales, f->minima, 1, &g, (int)(blocks - j), x, first, j, l[r]);
+    for (int r = 0; j < blocks && r < 4; r++) {
+        Group g = {0};
+        if (known) group_open(v, f, t, p[r], (int)(blocks - j), &g);
+        else f->open(t, p[r], (int)(blocks - j), &g);
+        for (int c = 0; c < n; c++)
+            group_step(v, f, scales, minima, &g, (int)(blocks - j), x, first + c, j, &l[r][c]);
     }
     for (int c = 0; c < n; c++)
-        for (int r = 0; r < 4; r++)
-            y->y[(first + c) * y->ldy + row[r]] = lanes_fold_avx2(_mm256_loadu_ps(l[r][c]));
+        for (int r = 0; r < 4; r++) {
+            float lanes[8];
+            memcpy(lanes, &l[r][c], 32);
+            y->y[(first + c) * y->ldy + row[r]] = lanes_fold(lanes);
+        }
 }
 
-#define X(name, ...)                                                                            \
-    AVX2_CALL void name##_dot(const Product *p, const int64_t *row, const Acts *x, int first,   \
-                              int n) {                                                          \
-        quantised_dot_avx2(&formats[F_##name], p, row, x, first, n);                            \
+static void quantised_dot_c(const Product *p, const int64_t *row, const Acts *x, int first, int n) {
+    const Format *f = p->w->format;
+    quantised_dot(&simd_c, f, true, f->scales, f->minima, p, row, x, first, n);
+}
+
+#ifdef HAVE_X86
+#define X(name, id, block, ...)                                                      \
+    AVX2_CALL void name##_open(const Tensor *t, const uint8_t *p, int n, Group *g) { \
+        if (block == 256 || n == 8) {                                                \
+            group_open(&simd_avx2, &formats[F_##name], t, p, 8, g);                  \
+            return;                                                                  \
+        }                                                                            \
+        memset(g, 0, sizeof *g);                                                     \
+        group_open(&simd_avx2, &formats[F_##name], t, p, n, g);                      \
     }
 QUANTISED(X)
 #undef X
 
-AVX2 __m256 float8(uint32_t id, const uint8_t *p) { // id: 0 f32, 1 f16, 30 bf16
-    if (id == 0) return _mm256_loadu_ps((const float *)p);
-    __m128i h = _mm_loadu_si128((const __m128i *)p);
-    if (id == 1) return _mm256_cvtph_ps(h);
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+// Several columns: a group is opened once for all
+AVX2_CALL void columns_avx2(const Product *p, const int64_t *row, const Acts *x, int first, int n) {
+    const Format *f = p->w->format;
+#define IF(n_scales, n_minima, cols)                                          \
+    if (f->scales == n_scales && f->minima == n_minima && n == cols)          \
+        quantised_dot(&simd_avx2, f, false, n_scales, n_minima, p, row, x, first, cols)
+    IF(1, 0, 4); IF(1, 1, 4); IF(2, 0, 4); IF(2, 2, 4);
+    IF(1, 0, 3); IF(1, 1, 3); IF(2, 0, 3); IF(2, 2, 3);
+    IF(1, 0, 2); IF(1, 1, 2); IF(2, 0, 2); IF(2, 2, 2);
+#undef IF
 }
 
-// Four rows times cols columns of up to FLOAT_BLOCK weights, a multiple of eight, from the file
-AVX2 void float_block(uint32_t id, int size, int cols, const Tensor *t, const int64_t *row,
-                      int64_t k, const float *x, int64_t ldx, float total[4][COLUMNS]) {
-    const uint8_t *w[4];
-    __m256 v[3], l[4][3];
-    UNROLL for (int r = 0; r < 4; r++) {
-        w[r] = weight_at(t, row[r], k, 1, size);
-        UNROLL for (int c = 0; c < cols; c++) l[r][c] = _mm256_setzero_ps();
-    }
-    for (int i = 0; i < MIN(FLOAT_BLOCK, t->cols - k); i += 8) {
-        UNROLL for (int c = 0; c < cols; c++) v[c] = _mm256_loadu_ps(x + c * ldx + k + i);
-        UNROLL for (int r = 0; r < 4; r++) {
-            __m256 z = float8(id, w[r] + size * i);
-            UNROLL for (int c = 0; c < cols; c++) l[r][c] = _mm256_fmadd_ps(z, v[c], l[r][c]);
-        }
-    }
-    UNROLL for (int r = 0; r < 4; r++)
-        UNROLL for (int c = 0; c < cols; c++) {
-            float sum = lanes_fold_avx2(l[r][c]);
-            total[r][c] = k ? total[r][c] + sum : sum;
-        }
-}
-
-AVX2 void float_dot_avx2(uint32_t id, int size, const Product *p, const int64_t *row, const Acts *x,
-                         int first, int n) {
-    for (int c = first, cols; c < first + n; c += cols) {
-        const float *in = x->x + c * x->ldx;
-        float total[4][COLUMNS];
-        cols = MIN(3, first + n - c);
-        for (int64_t k = 0; k < p->w->cols; k += FLOAT_BLOCK)
-            if (cols == 3) float_block(id, size, 3, p->w, row, k, in, x->ldx, total);
-            else if (cols == 2) float_block(id, size, 2, p->w, row, k, in, x->ldx, total);
-            else float_block(id, size, 1, p->w, row, k, in, x->ldx, total);
-        for (int r = 0; r < 4; r++)
-            for (int z = 0; z < cols; z++) p->y[(c + z) * p->ldy + row[r]] = total[r][z];
-    }
-}
-
-#define X(name, id, size, value)                                                                \
+// One column, the case of decode, is compiled for each format
+#define X(name, id, block, bytes, offset, scales, minima, ...)                                  \
     AVX2_CALL void name##_dot(const Product *p, const int64_t *row, const Acts *x, int first,   \
                               int n) {                                                          \
-        float_dot_avx2(id, size, p, row, x, first, n);                                          \
+        if (n > 1) columns_avx2(p, row, x, first, n);                                           \
+        else quantised_dot(&simd_avx2, &formats[F_##name], true, scales, minima, p, row, x,     \
+                           first, 1);                                                           \
     }
-FLOATS(X)
+QUANTISED(X)
 #undef X
+#endif
 
-AVX2_CALL void quantise_avx2(const Acts *a, int row) {
-    const float *x = a->x + row * a->ldx;
-    float *dx = a->dx + row * a->ldb;
-    int16_t *q = a->q + row * a->ldq;
-    int32_t *sum = a->sum + 2 * row * a->ldb;
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), one = _mm256_set1_epi16(1);
-    for (int64_t j = 0; j < a->cols / 32; j++, x += 32, q += 32) {
-        __m256 v[4];
-        __m256i m = _mm256_setzero_si256(); // |x| keep their order as integers; NaN is above all
-        UNROLL for (int i = 0; i < 4; i++) {
-            v[i] = _mm256_loadu_ps(x + 8 * i);
-            __m256i bits = _mm256_castps_si256(v[i]);
-            m = _mm256_max_epi32(m, _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF)));
-        }
-        __m128i z = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
-        z = _mm_max_epi32(z, _mm_shuffle_epi32(z, 0x4E));
-        z = _mm_max_epi32(z, _mm_shuffle_epi32(z, 0xB1));
-        const float top = _mm_cvtss_f32(_mm_castsi128_ps(z));
-        if (!(top >= 0x1p-100f && top < INFINITY)) { // rare: the definition does it
-            quantise_block(x, q, dx + j, sum + j, a->ldb);
-            continue;
-        }
-        dx[j] = top / 32767;
-        __m256 r = _mm256_set1_ps(32767 / top);
-        UNROLL for (int i = 0; i < 4; i++) // now integers in float clothes, for the shuffle
-            v[i] = _mm256_castsi256_ps(_mm256_cvtps_epi32(_mm256_mul_ps(v[i], r)));
-        __m256 e0 = _mm256_shuffle_ps(v[0], v[1], 0x88), e1 = _mm256_shuffle_ps(v[2], v[3], 0x88);
-        __m256 o0 = _mm256_shuffle_ps(v[0], v[1], 0xDD), o1 = _mm256_shuffle_ps(v[2], v[3], 0xDD);
-        __m256i even = _mm256_packs_epi32(_mm256_castps_si256(e0), _mm256_castps_si256(e1));
-        __m256i odd = _mm256_packs_epi32(_mm256_castps_si256(o0), _mm256_castps_si256(o1));
-        even = _mm256_permutevar8x32_epi32(even, order);
-        odd = _mm256_permutevar8x32_epi32(odd, order);
-        _mm256_storeu_si256((__m256i *)q, even), _mm256_storeu_si256((__m256i *)(q + 16), odd);
-        __m256i s = _mm256_add_epi32(_mm256_madd_epi16(even, one), _mm256_madd_epi16(odd, one));
-        s = _mm256_hadd_epi32(s, s), s = _mm256_hadd_epi32(s, s);
-        sum[j] = _mm256_extract_epi32(s, 0), sum[j + a->ldb] = _mm256_extract_epi32(s, 4);
+// ---- float weights: dots
+// Eight weights from k on; past the row's end -0, which times 0 changes no lane
+INLINE void eight_weights(const Simd *v, const Format *f, const Tensor *t, int64_t row, int64_t k,
+                          V8f *w) {
+    if (k + 8 <= t->cols && f != &formats[F_bin]) {
+        v->load(f->id, weight_at(t, row, k, 1, f->bytes), w);
+        return;
+    }
+    float part[8] = {-0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f};
+    f->expand(t, row, k, (int)MIN(8, t->cols - k), part);
+    memcpy(w, part, 32);
+}
+
+INLINE void float_steps(const Simd *v, const Format *f, int cols, const Tensor *t,
+                        const int64_t *row, int64_t k, const float *x, int64_t ldx, V8f l[4][3]) {
+    V8f w, in[3];
+    UNROLL for (int c = 0; c < cols; c++) memcpy(&in[c], x + c * ldx + k, 32);
+    UNROLL for (int r = 0; r < 4; r++) {
+        eight_weights(v, f, t, row[r], k, &w);
+        UNROLL for (int c = 0; c < cols; c++) v->fma_or(&w, &in[c], &l[r][c]);
     }
 }
+
+// Four rows times cols <= 3 columns, straight from the file
+INLINE void float_dot(const Simd *v, const Format *f, int cols, const Product *p,
+                      const int64_t *row, const Acts *x, int first) {
+    const Tensor *t = p->w;
+    const float *in = x->x + first * x->ldx;
+    float y[4][3] = {{0}}, lanes[8]; // not p->y: another thread may make the same row once more
+    for (int64_t k = 0, end; k < t->cols; k = end) {
+        V8f l[4][3] = {{{0}}};
+        end = MIN(t->cols, k + FLOAT_BLOCK);
+        for (; k + 8 <= end; k += 8) float_steps(v, f, cols, t, row, k, in, x->ldx, l);
+        if (k < end) float_steps(v, f, cols, t, row, k, in, x->ldx, l);
+        for (int r = 0; r < 4; r++)
+            for (int c = 0; c < cols; c++) {
+                memcpy(lanes, &l[r][c], 32);
+                y[r][c] = end > FLOAT_BLOCK ? y[r][c] + lanes_fold(lanes) : lanes_fold(lanes);
+            }
+    }
+    for (int r = 0; r < 4; r++)
+        for (int c = 0; c < cols; c++) p->y[(first + c) * p->ldy + row[r]] = y[r][c];
+}
+
+static void float_dot_c(const Product *p, const int64_t *row, const Acts *x, int first, int n) {
+    for (int c = 0; c < n; c++) float_dot(&simd_c, p->w->format, 1, p, row, x, first + c);
+}
+
+#ifdef HAVE_X86
+#define X(name, ...)                                                                            \
+    AVX2_CALL void name##_dot(const Product *p, const int64_t *row, const Acts *x, int first,   \
+                              int n) {                                                          \
+        const Format *f = &formats[F_##name];                                                   \
+        for (; n >= 3; n -= 3, first += 3) float_dot(&simd_avx2, f, 3, p, row, x, first);       \
+        if (n == 2) float_dot(&simd_avx2, f, 2, p, row, x, first);                              \
+        if (n == 1) float_dot(&simd_avx2, f, 1, p, row, x, first);                              \
+    }
+FLOATS_AND_BIN(X)
+#undef X
+#endif
+
+// ---- activations as 16-bit blocks. NaN or infinity make the scale NaN, and with it every result.
+// Adding 1.5 * 2^23 rounds to integers; the sum's low bits are the integer.
+INLINE void quantise(const Simd *v, const Acts *a, int row) {
+    const float *x = a->x + row * a->ldx, magic = 12582912.0f;
+    float *dx = a->dx + row * a->ldb;
+    int16_t *q = a->q + row * a->ldq;
+    int32_t *sum = a->sum + 2 * row * a->ldb, sums[2];
+    for (int64_t j = 0; j < a->cols / 32; j++, x += 32, q += 32) {
+        V8f in[4];
+        V8i m = {0}, big, out[4]; // |x| keep their order as integers; NaN is above all
+        UNROLL for (int i = 0; i < 4; i++) {
+            memcpy(&in[i], x + 8 * i, 32);
+            V8i bits = (V8i)in[i] & 0x7FFFFFFF;
+            big = bits > m, m = (bits & big) | (m & ~big);
+        }
+        int32_t top = m[0];
+        for (int i = 1; i < 8; i++) top = MAX(top, m[i]);
+        const float most = f32_of_bits((uint32_t)top);
+        const bool finite = most < INFINITY, some = finite && most >= 0x1p-100f;
+        dx[j] = !finite ? NAN : some ? most / 32767 : 0;
+        const float r = some ? 32767 / most : 0;
+        UNROLL for (int i = 0; i < 4; i++) {
+            V8f rounded = in[i] * r + magic;
+            out[i] = some ? (V8i)rounded - 0x4B400000 : (V8i){0};
+        }
+        v->pack(out, q, sums);
+        sum[j] = sums[0], sum[j + a->ldb] = sums[1];
+    }
+}
+
+static void quantise_c(const Acts *a, int row) { quantise(&simd_c, a, row); }
+#ifdef HAVE_X86
+AVX2_CALL void quantise_avx2(const Acts *a, int row) { quantise(&simd_avx2, a, row); }
 
 // ---- panels: packing, AVX2 on every machine
 AVX2_CALL void float_pack(const Tensor *t, int64_t row, int64_t k, int len, Panel *p) {
-    const Format *f = t->format;
-    for (int r = 0; r < PANEL_ROWS; r++) {
-        const int64_t at = MIN(row + r, t->rows - 1);
-        const uint8_t *in = weight_at(t, at, k, 1, f->bytes);
+    for (int r = 0; r < PANEL_ROWS; r++)
         for (int i = 0; i < len; i += 8) {
-            float *out = p->w[r / 2][i / 8][r % 2];
-            if (f->dot[1] && i + 8 <= len) {
-                _mm256_storeu_ps(out, float8(f->id, in + f->bytes * i));
-                continue;
-            }
-            for (int z = 0; z < 8; z++) out[z] = -0.0f; // past the end; times 0 it changes no lane
-            f->expand(t, at, k + i, MIN(8, len - i), out);
+            V8f w;
+            eight_weights(&simd_avx2, t->format, t, MIN(row + r, t->rows - 1), k + i, &w);
+            memcpy(p->w[r / 2][i / 8][r % 2], &w, 32);
         }
-    }
 }
 
 // 8 x 8 of 32 bits: halves change places, then each half of four vectors is transposed
@@ -1429,7 +1423,7 @@ AVX2_CALL void float_fold(const PanelKernels *k, const float *part, int n, int r
     (void)k;
     for (int c = 0; c < n; c++)
         for (int r = 0; r < rows; r++) {
-            float sum = lanes_fold_avx2(_mm256_loadu_ps(part + (c * PANEL_ROWS + r) * LANES));
+            float sum = lanes_fold(part + (c * PANEL_ROWS + r) * LANES);
             y[c * ldy + r] = more ? y[c * ldy + r] + sum : sum;
         }
 }
@@ -1472,13 +1466,12 @@ static const struct {
 
 static const Format formats[F_COUNT] = {
 #define X(name, id, size, value)                                                  \
-    {#name, id, 1, size, false, 0, 1, 0, -1, NULL, NULL, NULL, name##_expand,     \
+    {#name, id, 1, size, false, 0, 1, 0, 0, -1, NULL, NULL, NULL, name##_expand,     \
      {float_dot_c, VECTOR(name##_dot)}},
-    FLOATS(X)
+    FLOATS_AND_BIN(X)
 #undef X
-    {"bin", 1000, 1, 1, false, 0, 1, 0, -1, NULL, NULL, NULL, bin_expand, {float_dot_c, NULL}},
-#define X(name, id, block, bytes, offset, scales, minima, d_at, table, load)      \
-    {#name, id, block, bytes, true, offset, scales, minima, d_at, table,          \
+#define X(name, id, block, bytes, offset, scales, minima, bits, d_at, table, load)      \
+    {#name, id, block, bytes, true, offset, scales, minima, bits, d_at, table,          \
      name##_load, VECTOR(name##_open), quantised_expand, {quantised_dot_c, VECTOR(name##_dot)}},
     QUANTISED(X)
 #undef X
@@ -1506,21 +1499,17 @@ static int isa_best(void) {
 #endif
     return ISA_C;
 }
-/* ---- vector primitives: the hot loops that are not matrix products
- *
- * Plain loops over eight lanes. The sum of squares and the maximum are compiled once more for AVX2
- * from the same text: the body is inlined into a function that carries the target. Where compilers
- * do not find good vector code by themselves (exp, attention over a half precision cache) an AVX2
- * form stands beside the loop and does the same operations in the same order: the same bits.
- */
+// ---- the hot loops that are not matrix products
 // sum of x[k]^2, lane k mod 8
-INLINE float sum_squares(bool fused, const float *x, int64_t n) {
-    float l[8] = {0};
+INLINE float sum_squares(const Simd *v, const float *x, int64_t n) {
+    V8f l = {0}, in;
+    float part[8] = {0};
     int64_t k = 0;
-    for (; k + 8 <= n; k += 8)
-        for (int i = 0; i < 8; i++) l[i] = fma_or(fused, x[k + i], x[k + i], l[i]);
-    for (int i = 0; k < n; k++, i++) l[i] = fma_or(fused, x[k], x[k], l[i]);
-    return lanes_fold(l);
+    for (; k + 8 <= n; k += 8) memcpy(&in, x + k, 32), v->fma_or(&in, &in, &l);
+    memcpy(part, x + k, sizeof(float) * (size_t)(n - k)); // 0 * 0 changes no lane
+    memcpy(&in, part, 32), v->fma_or(&in, &in, &l);
+    memcpy(part, &l, 32);
+    return lanes_fold(part);
 }
 
 // The largest of x[from] ... x[to - 1]; any order gives the same
@@ -1538,85 +1527,133 @@ INLINE float row_max(const float *x, int64_t from, int64_t to) {
 // EXP of the definition. x = n ln 2 + r with n a whole number and |r| <= ln 2 / 2; e^r by its
 // series to the seventh power (off by 5e-9 of the value), 2^n by adding to the exponent. The
 // rounding to n is the addition of 1.5 * 2^23, which also leaves n in the low bits. NaN stays NaN.
-#define EXP_LOW -87.0f
-#define EXP_HIGH 88.0f
-#define EXP_ROUND 12582912.0f
-#define LOG2_E 1.44269504f
-#define LN2_HIGH 0.693359375f           // few bits: n * LN2_HIGH is exact
-#define LN2_LOW -2.12194440e-4f
+#define ALL(x) {x, x, x, x, x, x, x, x}
+#define CHOOSE(mask, a, b) ((V8f)(((mask) & (V8i)(a)) | (~(mask) & (V8i)(b))))
+static const V8f exp_low = ALL(-87.0f), exp_high = ALL(88.0f), exp_round = ALL(12582912.0f),
+                 log2_e = ALL(1.44269504f),
+                 ln2[2] = {ALL(-0.693359375f), ALL(2.12194440e-4f)}, // n * the first is exact
+                 exp_series[8] = {ALL(1.0f / 5040), ALL(1.0f / 720), ALL(1.0f / 120),
+                                  ALL(1.0f / 24), ALL(1.0f / 6), ALL(0.5f), ALL(1.0f), ALL(1.0f)};
 
-INLINE float exp_one(bool fused, float x) {
-    x = EXP_LOW > x ? EXP_LOW : x;
-    x = EXP_HIGH < x ? EXP_HIGH : x;
-    float t = fma_or(fused, x, LOG2_E, EXP_ROUND), n = t - EXP_ROUND;
-    float r = fma_or(fused, n, -LN2_LOW, fma_or(fused, n, -LN2_HIGH, x));
-    float p = 1.0f / 5040;
-    p = fma_or(fused, p, r, 1.0f / 720);
-    p = fma_or(fused, p, r, 1.0f / 120);
-    p = fma_or(fused, p, r, 1.0f / 24);
-    p = fma_or(fused, p, r, 1.0f / 6);
-    p = fma_or(fused, p, r, 0.5f);
-    p = fma_or(fused, p, r, 1.0f);
-    p = fma_or(fused, p, r, 1.0f);
-    uint32_t bits, scale;
-    memcpy(&bits, &p, 4), memcpy(&scale, &t, 4);
-    bits += scale << 23;
-    memcpy(&p, &bits, 4);
-    return x != x ? x : p;
+INLINE void exp8(const Simd *v, V8f *x) {
+    const V8f given = *x;
+    V8f in = CHOOSE(exp_low > given, exp_low, given), t = exp_round, r, p = exp_series[0];
+    in = CHOOSE(exp_high < in, exp_high, in), r = in;
+    v->fma_or(&in, &log2_e, &t);
+    V8f n = t - exp_round;
+    for (int i = 0; i < 2; i++) v->fma_or(&n, &ln2[i], &r);
+    UNROLL for (int i = 1; i < 8; i++) {
+        V8f next = exp_series[i];
+        v->fma_or(&p, &r, &next), p = next;
+    }
+    p = (V8f)((V8i)p + ((V8i)t << 23));
+    *x = CHOOSE(given != given, given, p);
+}
+
+INLINE float exp_one(const Simd *v, float x) {
+    V8f e = ALL(x);
+    exp8(v, &e);
+    return e[0];
 }
 
 // x[i] = EXP(x[i] - max) for from <= i < to, and their sum in lane i mod 8
-INLINE float exps(bool fused, float *x, int64_t from, int64_t to, float max) {
+INLINE float exps(const Simd *v, float *x, int64_t from, int64_t to, float max) {
     float l[8] = {0};
-    for (int64_t i = from; i < to; i++) {
-        x[i] = exp_one(fused, x[i] - max);
-        l[i & 7] += x[i];
+    V8f sum, e;
+    int64_t i = from;
+    for (; i < to && (i & 7); i++) l[i & 7] += x[i] = exp_one(v, x[i] - max);
+    memcpy(&sum, l, 32);
+    for (; i + 8 <= to; i += 8) {
+        memcpy(&e, x + i, 32), e -= max;
+        exp8(v, &e), sum += e;
+        memcpy(x + i, &e, 32);
     }
+    memcpy(l, &sum, 32);
+    for (; i < to; i++) l[i & 7] += x[i] = exp_one(v, x[i] - max);
     return lanes_fold(l);
 }
 
 // out = silu(gate) * up
-INLINE void swiglu(bool fused, float *out, const float *gate, const float *up, int64_t n) {
-    for (int64_t i = 0; i < n; i++) out[i] = gate[i] / (1.0f + exp_one(fused, -gate[i])) * up[i];
+INLINE void swiglu(const Simd *v, float *out, const float *gate, const float *up, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        V8f g, e, u;
+        memcpy(&g, gate + i, 32), memcpy(&u, up + i, 32);
+        e = -g, exp8(v, &e);
+        u *= g / (1.0f + e);
+        memcpy(out + i, &u, 32);
+    }
+    for (; i < n; i++) out[i] = gate[i] / (1.0f + exp_one(v, -gate[i])) * up[i];
 }
 
 /* Attention over the cache of one kv head. Keys lie eight positions to a block, [block][d][8], so
  * that a vector holds one element of eight keys and no sum runs across lanes; values lie
  * [position][d]. Both are float or half. score = (fma chain over d) * scale; mix = fma chain over
  * positions. */
-INLINE float kv_at(const void *p, bool half, int64_t i) {
-    uint16_t h;
-    if (!half) return f32_at((const uint8_t *)p + 4 * i);
-    memcpy(&h, (const uint8_t *)p + 2 * i, 2);
-    return f16_to_f32(h);
+enum { QUERY_TILE = 4 }; // queries that share one reading of the keys and values
+
+INLINE void kv_load(const Simd *v, bool half, const void *p, int64_t i, V8f *to) { // i .. i + 7
+    v->load(half, (const uint8_t *)p + i * (half ? 2 : 4), to);
 }
 
 // out[j][8 b + lane] for nq queries q[j][d] and blocks from <= b < to
-static void scores_c(bool half, const float *const *q, int nq, const void *keys,
-                     int d, int64_t from, int64_t to, float scale, float *const *out) {
-    for (int64_t b = from; b < to; b++)
-        for (int j = 0; j < nq; j++) {
-            float l[8] = {0};
-            for (int k = 0; k < d; k++)
-                for (int i = 0; i < 8; i++)
-                    l[i] = fma_or(FMA_IS_FAST, q[j][k], kv_at(keys, half, (b * d + k) * 8 + i),
-                                  l[i]);
-            for (int i = 0; i < 8; i++) out[j][8 * b + i] = l[i] * scale;
+INLINE void scores(const Simd *v, int nq, bool half, const float *const *q, const void *keys, int d,
+                   int64_t from, int64_t to, float scale, float *const *out) {
+    for (int64_t b = from; b < to; b += 2) { // a pair of blocks keeps the units busy
+        const int64_t at = b * d * 8, next = b + 1 < to ? at + 8 * d : at;
+        V8f s[QUERY_TILE][2] = {{{0}}}, key[2];
+        for (int k = 0; k < d; k++) {
+            kv_load(v, half, keys, at + 8 * k, &key[0]);
+            kv_load(v, half, keys, next + 8 * k, &key[1]);
+            UNROLL for (int j = 0; j < nq; j++) {
+                V8f x = ALL(q[j][k]);
+                v->fma_or(&x, &key[0], &s[j][0]), v->fma_or(&x, &key[1], &s[j][1]);
+            }
         }
-}
-
-// out[j][k] = fma chain over positions from <= i < to of e[j][i] * values[i][k], going on from out
-INLINE void mix_body(bool fused, bool half, const float *const *e, int nq, const void *values,
-                     int d, int first, int64_t from, int64_t to, float *const *out) {
-    for (int64_t i = from; i < to; i++)
         for (int j = 0; j < nq; j++)
-            for (int k = first; k < d; k++)
-                out[j][k] = fma_or(fused, e[j][i], kv_at(values, half, i * d + k), out[j][k]);
+            for (int i = 0; i < 2 && b + i < to; i++) {
+                V8f y = s[j][i] * scale;
+                memcpy(out[j] + 8 * (b + i), &y, 32);
+            }
+    }
 }
 
-enum { QUERY_TILE = 4 }; // queries that share one reading of the keys and values
+// out[j][k] = fma chain over positions from <= i < to of e[j][i] * values[i][k], going on from out.
+// Here for `vectors` times eight dimensions from k on: vectors * nq sums stay in registers.
+INLINE void mix_tile(const Simd *v, int nq, bool half, int vectors, const float *const *e,
+                     const void *values, int d, int k, int64_t from, int64_t to,
+                     float *const *out) {
+    V8f s[QUERY_TILE][4], x[4];
+    for (int j = 0; j < nq; j++) memcpy(s[j], out[j] + k, 32 * (size_t)vectors);
+    for (int64_t i = from; i < to; i++) {
+        UNROLL for (int z = 0; z < vectors; z++)
+            kv_load(v, half, values, i * d + k + 8 * z, &x[z]);
+        UNROLL for (int j = 0; j < nq; j++) {
+            V8f w = ALL(e[j][i]);
+            UNROLL for (int z = 0; z < vectors; z++) v->fma_or(&w, &x[z], &s[j][z]);
+        }
+    }
+    for (int j = 0; j < nq; j++) memcpy(out[j] + k, s[j], 32 * (size_t)vectors);
+}
 
-typedef struct { // the primitives of one instruction set
+INLINE void mix(const Simd *v, int nq, bool half, const float *const *e, const void *values, int d,
+                int64_t from, int64_t to, float *const *out) {
+    int k = 0;
+    if (nq <= 2) // more dimensions at once where there are fewer queries
+        for (; k + 32 <= d; k += 32) mix_tile(v, nq, half, 4, e, values, d, k, from, to, out);
+    for (; k + 16 <= d; k += 16) mix_tile(v, nq, half, 2, e, values, d, k, from, to, out);
+    for (; k + 8 <= d; k += 8) mix_tile(v, nq, half, 1, e, values, d, k, from, to, out);
+    for (; k < d; k++) // one by one: eight would reach past the row
+        for (int64_t i = from; i < to; i++)
+            for (int j = 0; j < nq; j++) {
+                const uint8_t *at = (const uint8_t *)values + (i * d + k) * (half ? 2 : 4);
+                V8f a = {e[j][i]}, b = {half ? f16_at(at) : f32_at(at)}, c = {out[j][k]};
+                v->fma_or(&a, &b, &c);
+                out[j][k] = c[0];
+            }
+}
+
+typedef struct { // those of one instruction set
     float (*sum_squares)(const float *x, int64_t n);
     float (*exps)(float *x, int64_t from, int64_t to, float max);
     void (*swiglu)(float *out, const float *gate, const float *up, int64_t n);
@@ -1627,159 +1664,48 @@ typedef struct { // the primitives of one instruction set
                 int64_t from, int64_t to, float *const *out);
 } VecOps;
 
-static float sum_squares_c(const float *x, int64_t n) { return sum_squares(FMA_IS_FAST, x, n); }
-
-static float row_max_c(const float *x, int64_t from, int64_t to) { return row_max(x, from, to); }
-
-static float exps_c(float *x, int64_t from, int64_t to, float max) {
-    return exps(FMA_IS_FAST, x, from, to, max);
-}
-
-static void swiglu_c(float *out, const float *gate, const float *up, int64_t n) {
-    swiglu(FMA_IS_FAST, out, gate, up, n);
-}
-
-static void mix_c(bool half, const float *const *e, int nq, const void *values, int d, int64_t from,
-                  int64_t to, float *const *out) {
-    mix_body(FMA_IS_FAST, half, e, nq, values, d, 0, from, to, out);
-}
-
+// One call each; the number of queries and the type of the cache become constants
+#define WITH_CONSTANTS(f, simd, ...)                                                    \
+    if (nq == 1 && half) f(simd, 1, true, __VA_ARGS__);                                 \
+    else if (nq == 1) f(simd, 1, false, __VA_ARGS__);                                   \
+    else if (nq == 2 && half) f(simd, 2, true, __VA_ARGS__);                            \
+    else if (nq == 2) f(simd, 2, false, __VA_ARGS__);                                   \
+    else if (nq == 3 && half) f(simd, 3, true, __VA_ARGS__);                            \
+    else if (nq == 3) f(simd, 3, false, __VA_ARGS__);                                   \
+    else if (half) f(simd, 4, true, __VA_ARGS__);                                       \
+    else f(simd, 4, false, __VA_ARGS__)
+#define VEC_OPS(isa, CALL)                                                              \
+    CALL float sum_squares_##isa(const float *x, int64_t n) {                           \
+        return sum_squares(&simd_##isa, x, n);                                          \
+    }                                                                                   \
+    CALL float exps_##isa(float *x, int64_t from, int64_t to, float max) {              \
+        return exps(&simd_##isa, x, from, to, max);                                     \
+    }                                                                                   \
+    CALL void swiglu_##isa(float *out, const float *gate, const float *up, int64_t n) { \
+        swiglu(&simd_##isa, out, gate, up, n);                                          \
+    }                                                                                   \
+    CALL float row_max_##isa(const float *x, int64_t from, int64_t to) {                \
+        return row_max(x, from, to);                                                    \
+    }                                                                                   \
+    CALL void scores_##isa(bool half, const float *const *q, int nq, const void *keys,  \
+                           int d, int64_t from, int64_t to, float scale,                \
+                           float *const *out) {                                         \
+        WITH_CONSTANTS(scores, &simd_##isa, q, keys, d, from, to, scale, out);          \
+    }                                                                                   \
+    CALL void mix_##isa(bool half, const float *const *e, int nq, const void *values,   \
+                        int d, int64_t from, int64_t to, float *const *out) {           \
+        WITH_CONSTANTS(mix, &simd_##isa, e, values, d, from, to, out);                  \
+    }
+VEC_OPS(c, static)
 #ifdef HAVE_X86
-AVX2_CALL float sum_squares_avx2(const float *x, int64_t n) { return sum_squares(true, x, n); }
-
-AVX2_CALL float row_max_avx2(const float *x, int64_t from, int64_t to) {
-    return row_max(x, from, to);
-}
-
-AVX2 __m256 exp_avx2(__m256 x) { // exp_one, eight at a time
-    x = _mm256_max_ps(_mm256_set1_ps(EXP_LOW), x);
-    x = _mm256_min_ps(_mm256_set1_ps(EXP_HIGH), x);
-    __m256 t = _mm256_fmadd_ps(x, _mm256_set1_ps(LOG2_E), _mm256_set1_ps(EXP_ROUND));
-    __m256 n = _mm256_sub_ps(t, _mm256_set1_ps(EXP_ROUND));
-    __m256 r = _mm256_fmadd_ps(n, _mm256_set1_ps(-LN2_HIGH), x);
-    r = _mm256_fmadd_ps(n, _mm256_set1_ps(-LN2_LOW), r);
-    __m256 p = _mm256_set1_ps(1.0f / 5040);
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f / 720));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f / 120));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f / 24));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f / 6));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(0.5f));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f));
-    __m256i bits = _mm256_add_epi32(_mm256_castps_si256(p),
-                                    _mm256_slli_epi32(_mm256_castps_si256(t), 23));
-    return _mm256_blendv_ps(_mm256_castsi256_ps(bits), x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-}
-
-AVX2_CALL float exps_avx2(float *x, int64_t from, int64_t to, float max) {
-    float l[8] = {0};
-    int64_t i = from;
-    for (; i < to && (i & 7); i++) l[i & 7] += x[i] = exp_one(true, x[i] - max);
-    __m256 sum = _mm256_loadu_ps(l);
-    for (; i + 8 <= to; i += 8) {
-        __m256 e = exp_avx2(_mm256_sub_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(max)));
-        _mm256_storeu_ps(x + i, e);
-        sum = _mm256_add_ps(sum, e);
-    }
-    _mm256_storeu_ps(l, sum);
-    for (; i < to; i++) l[i & 7] += x[i] = exp_one(true, x[i] - max);
-    return lanes_fold(l);
-}
-
-AVX2_CALL void swiglu_avx2(float *out, const float *gate, const float *up, int64_t n) {
-    const __m256 one = _mm256_set1_ps(1.0f), sign = _mm256_set1_ps(-0.0f);
-    int64_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        __m256 g = _mm256_loadu_ps(gate + i);
-        __m256 s = _mm256_div_ps(g, _mm256_add_ps(one, exp_avx2(_mm256_xor_ps(g, sign))));
-        _mm256_storeu_ps(out + i, _mm256_mul_ps(s, _mm256_loadu_ps(up + i)));
-    }
-    swiglu(true, out + i, gate + i, up + i, n - i);
-}
-
-AVX2 __m256 kv_load(const void *p, bool half, int64_t i) { // elements i .. i + 7
-    return half ? _mm256_cvtph_ps(_mm_loadu_si128((const void *)((const uint8_t *)p + 2 * i)))
-                : _mm256_loadu_ps((const float *)p + i);
-}
-
-AVX2 void scores_tile(int nq, bool half, const float *const *q, const void *keys, int d,
-                      int64_t from, int64_t to, float scale, float *const *out) {
-    for (int64_t b = from; b < to; b += 2) { // a pair of blocks keeps the units busy
-        bool pair = b + 1 < to;
-        int64_t at = b * d * 8, next = pair ? at + 8 * d : at;
-        __m256 s[QUERY_TILE][2];
-        for (int j = 0; j < nq; j++) s[j][0] = s[j][1] = _mm256_setzero_ps();
-        for (int k = 0; k < d; k++) {
-            __m256 k0 = kv_load(keys, half, at + 8 * k), k1 = kv_load(keys, half, next + 8 * k);
-            #pragma GCC unroll 4
-            for (int j = 0; j < nq; j++) {
-                __m256 x = _mm256_broadcast_ss(q[j] + k);
-                s[j][0] = _mm256_fmadd_ps(x, k0, s[j][0]);
-                s[j][1] = _mm256_fmadd_ps(x, k1, s[j][1]);
-            }
-        }
-        for (int j = 0; j < nq; j++) {
-            _mm256_storeu_ps(out[j] + 8 * b, _mm256_mul_ps(s[j][0], _mm256_set1_ps(scale)));
-            if (pair)
-                _mm256_storeu_ps(out[j] + 8 * b + 8, _mm256_mul_ps(s[j][1], _mm256_set1_ps(scale)));
-        }
-    }
-}
-
-// V vectors of eight dimensions, from dimension k on, for nq queries: V * nq sums stay in registers
-AVX2 void mix_tile(int nq, bool half, int V, const float *const *e, const void *values, int d,
-                   int k, int64_t from, int64_t to, float *const *out) {
-    __m256 s[QUERY_TILE][4];
-    for (int j = 0; j < nq; j++)
-        for (int v = 0; v < V; v++) s[j][v] = _mm256_loadu_ps(out[j] + k + 8 * v);
-    for (int64_t i = from; i < to; i++) {
-        __m256 x[4];
-        #pragma GCC unroll 4
-        for (int v = 0; v < V; v++) x[v] = kv_load(values, half, i * d + k + 8 * v);
-        #pragma GCC unroll 4
-        for (int j = 0; j < nq; j++)
-            #pragma GCC unroll 4
-            for (int v = 0; v < V; v++)
-                s[j][v] = _mm256_fmadd_ps(_mm256_broadcast_ss(e[j] + i), x[v], s[j][v]);
-    }
-    for (int j = 0; j < nq; j++)
-        for (int v = 0; v < V; v++) _mm256_storeu_ps(out[j] + k + 8 * v, s[j][v]);
-}
-
-AVX2 void mix_queries(int nq, bool half, const float *const *e, const void *values, int d,
-                      int64_t from, int64_t to, float *const *out) {
-    int k = 0;
-    if (nq <= 2) // more dimensions at once where there are fewer queries
-        for (; k + 32 <= d; k += 32) mix_tile(nq, half, 4, e, values, d, k, from, to, out);
-    for (; k + 16 <= d; k += 16) mix_tile(nq, half, 2, e, values, d, k, from, to, out);
-    for (; k + 8 <= d; k += 8) mix_tile(nq, half, 1, e, values, d, k, from, to, out);
-    if (k < d) mix_body(true, half, e, nq, values, d, k, from, to, out);
-}
-
-// one call with the number of queries and the type of the cache as constants of the compiler
-#define AS_CONSTANTS(f, ...) do { switch (2 * nq + half) { \
-    case 2: f(1, false, __VA_ARGS__); break; case 3: f(1, true, __VA_ARGS__); break; \
-    case 4: f(2, false, __VA_ARGS__); break; case 5: f(2, true, __VA_ARGS__); break; \
-    case 6: f(3, false, __VA_ARGS__); break; case 7: f(3, true, __VA_ARGS__); break; \
-    case 8: f(4, false, __VA_ARGS__); break; case 9: f(4, true, __VA_ARGS__); break; } } while (0)
-
-AVX2_CALL void scores_avx2(bool half, const float *const *q, int nq, const void *keys, int d,
-                             int64_t from, int64_t to, float scale, float *const *out) {
-    AS_CONSTANTS(scores_tile, q, keys, d, from, to, scale, out);
-}
-
-AVX2_CALL void mix_avx2(bool half, const float *const *e, int nq, const void *values, int d,
-                          int64_t from, int64_t to, float *const *out) {
-    AS_CONSTANTS(mix_queries, e, values, d, from, to, out);
-}
-#undef AS_CONSTANTS
+VEC_OPS(avx2, AVX2_CALL)
 #endif
 
 static const VecOps vec_ops[ISA_COUNT] = {
-    [ISA_C] = {sum_squares_c, exps_c, swiglu_c, row_max_c, scores_c, mix_c},
+    {sum_squares_c, exps_c, swiglu_c, row_max_c, scores_c, mix_c},
 #ifdef HAVE_X86
-    [ISA_AVX2] = {sum_squares_avx2, exps_avx2, swiglu_avx2, row_max_avx2, scores_avx2, mix_avx2},
-    [ISA_AVX512] = {sum_squares_avx2, exps_avx2, swiglu_avx2, row_max_avx2, scores_avx2, mix_avx2},
+    {sum_squares_avx2, exps_avx2, swiglu_avx2, row_max_avx2, scores_avx2, mix_avx2},
+    {sum_squares_avx2, exps_avx2, swiglu_avx2, row_max_avx2, scores_avx2, mix_avx2},
 #endif
 };
 /* ------------------------------------------------------------------------------------------------
@@ -1862,11 +1788,9 @@ static size_t matmul_scratch(void) { return sizeof(Scratch); } // bytes of Worke
 
 enum { STREAM_ROWS = 16 }; // rows of each of the four streams in a ticket
 
-// Rows that are no multiple of eight have no vector dot.
 static bool by_panels(const Worker *w, const Acts *x, const Tensor *t) {
     int isa = w->team->isa;
-    return isa != ISA_C && (x->n > kernels[isa].panel[t->format->quantised].above ||
-                            !t->format->dot[1] || t->cols % LANES);
+    return isa != ISA_C && x->n > kernels[isa].panel[t->format->quantised].above;
 }
 
 // Rows a ticket. Small matrices are cut finer, so that no thread waits long for the last ticket.
