@@ -5639,18 +5639,18 @@ typedef struct {
 } Opt;
 
 #define AT(field) offsetof(Options, field)
-#define SAMPLE(i) (AT(sampling) + (size_t)(i) * sizeof(double))
+#define DRAW(i) (AT(sampling) + (size_t)(i) * sizeof(double))
 static const Opt opts[] = {
     {'m', "mode", OPT_TEXT, AT(mode), "MODE", "generate, chat, tokenize, score, bench, info"},
     {'i', "input", OPT_TEXT, AT(input), "TEXT", "prompt, first message, text to tokenize or score"},
     {'f', "file", OPT_TEXT, AT(file), "FILE", "the same from a file, - is stdin"},
     {'e', "escapes", OPT_FLAG, AT(escapes), NULL, "in -i, \\n, \\t, \\xHH ... are C's escapes"},
     {'n', "steps", OPT_INT, AT(steps), "N", "positions with the prompt (256; 0, chat: context)"},
-    {'t', "temperature", OPT_FLOAT, SAMPLE(TEMPERATURE), "X", "0 is greedy; default 1.0"},
-    {'p', "top-p", OPT_FLOAT, SAMPLE(TOP_P), "X", "keep the likeliest up to a sum of X; 0, 1: off"},
-    {0, "top-k", OPT_COUNT, SAMPLE(TOP_K), "N", "keep the N likeliest; 0 here, below: off"},
-    {0, "min-p", OPT_FLOAT, SAMPLE(MIN_P), "X", "keep what has X of the best's probability"},
-    {0, "repeat-penalty", OPT_FLOAT, SAMPLE(PENALTY), "X", "weaken the last 64 tokens"},
+    {'t', "temperature", OPT_FLOAT, DRAW(TEMPERATURE), "X", "0 is greedy; default 1.0"},
+    {'p', "top-p", OPT_FLOAT, DRAW(TOP_P), "X", "keep the likeliest up to a sum of X; 0, 1: off"},
+    {0, "top-k", OPT_COUNT, DRAW(TOP_K), "N", "keep the N likeliest; 0 here, below: off"},
+    {0, "min-p", OPT_FLOAT, DRAW(MIN_P), "X", "keep what has X of the best's probability"},
+    {0, "repeat-penalty", OPT_FLOAT, DRAW(PENALTY), "X", "weaken the last 64 tokens"},
     {'s', "seed", OPT_INT, AT(seed), "N", "of the random numbers; 0 or less: from the clock"},
     {'y', "system", OPT_TEXT, AT(system), "TEXT", "system message of a chat; \"\" is an empty one"},
     {0, "template", OPT_TEXT, AT(template), "NAME", "force a chat form; `list` lists them"},
@@ -5773,7 +5773,7 @@ static void opts_check(Options *o) {
     if (*top_p < 0 || *top_p > 1) *top_p = sampling[TOP_P].usual; // as llama2.c
     for (int k = 0; k < COUNT(opts); k++) // the options of sampling by their place
         for (int i = 0; i < N_SAMPLING; i++)
-            if (opts[k].at == SAMPLE(i) && !isnan(o->sampling[i])
+            if (opts[k].at == DRAW(i) && !isnan(o->sampling[i])
                 && !sampling_fits(i, o->sampling[i]))
                 die_usage("--%s: %g, expected 0%s to %g", opts[k].name, o->sampling[i],
                           i == PENALTY ? ", or 0.01" : "", sampling[i].most);
