@@ -5647,7 +5647,7 @@ static const Opt opts[] = {
     {'e', "escapes", OPT_FLAG, AT(escapes), NULL, "in -i, \\n, \\t, \\xHH ... are C's escapes"},
     {'n', "steps", OPT_INT, AT(steps), "N", "positions with the prompt (256; 0, chat: context)"},
     {'t', "temperature", OPT_FLOAT, DRAW(TEMPERATURE), "X", "0 is greedy; default 1.0"},
-    {'p', "top-p", OPT_FLOAT, DRAW(TOP_P), "X", "keep the likeliest up to a sum of X; 0, 1: off"},
+    {'p', "top-p", OPT_FLOAT, DRAW(TOP_P), "X", "the likeliest up to a sum of X (0.9; 0, 1: off)"},
     {0, "top-k", OPT_COUNT, DRAW(TOP_K), "N", "keep the N likeliest; 0 here, below: off"},
     {0, "min-p", OPT_FLOAT, DRAW(MIN_P), "X", "keep what has X of the best's probability"},
     {0, "repeat-penalty", OPT_FLOAT, DRAW(PENALTY), "X", "weaken the last 64 tokens"},
