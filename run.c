@@ -4483,7 +4483,8 @@ static void stats_print(const Stats *t, const Model *m) {
  * conversation is rendered as one text and tokenised as a whole, so that words and spaces join
  * across the borders as they do in the reference, with one byte of memory for each byte of text:
  * does it come from a message? Where it does, no control token is recognised. What a user types is
- * data, whatever it looks like.
+ * data, whatever it looks like. Models that think write their thoughts between two marks in front
+ * of the answer; whether these stay in the conversation is the template's choice.
  */
 enum { SYSTEM, USER, REPLY };           // roles; also the letters of Message
 
@@ -4492,89 +4493,203 @@ typedef struct { int role; Str text; } Message;
 typedef struct { Message *p; int n, cap; } Conversation;
 
 enum {                                  // rules of a template
-    TRIM_USER = 1, TRIM_REPLY = 2,      // white space around these contents is dropped
-    SYSTEM_IN_USER = 4,                 // the system text stands inside the first user message, and
-};                                      // white space is dropped around both together
+    TRIM_SYSTEM = 1, TRIM_USER = 2, TRIM_REPLY = 4, // white space around these is dropped,
+    TRIM_ALL = 7, TRIM_SYSTEM_END = 8,  // or only behind the system text, or only newlines in
+    TRIM_NEWLINES = 16,                 // front of a reply: with FORGET, of what is left of it
+    EMPTY_IS_NONE = 32,                 // an empty system text counts as none given
+    IN_FIRST = 64, IN_LAST = 128,       // the system text stands inside the first, last user
+    TRIM_JOINT = 256,                   // message; white space is dropped around both together
+    FORGET = 512,                       // earlier replies lose all up to the end of their thinking
+    SWITCH_ON = 1024, SWITCH_OFF = 2048, // thinking can be switched; by default it is on, off
+};
 
-/* To add a template: one row: marks that its template text holds, then what stands before and after
- * each kind of message and what asks for a reply ({bos} and {eos} are the vocabulary's own); rows
- * are tried from the top. Then its renderings in tests/templates.txt. */
+/* To add a template: a row with marks that its text holds (!: must not hold), then what stands
+ * before and after each kind of message. {bos} and {eos} are the vocabulary's own, {bos?} stands if
+ * the file's template speaks of bos_token, {date FORMAT} is --date, {+TEXT} and {-TEXT} stand with
+ * thinking on, off. Rows are tried from the top. tests/templates.py makes the renderings. */
 typedef struct {
     const char *name;
-    const char *mark[2];                // all of these in the file's template, NULL: no such mark
+    int rules;
+    const char *mark[4];
     const char *start;                  // before everything
     const char *system[2], *user[2], *reply[2];
-    const char *ask;                    // after the last user message, where the reply begins
-    const char *default_system;         // used when no system text is given, or NULL
-    int rules;
+    const char *ask;                    // where a reply begins; NULL: reply[0]
+    const char *preset;                 // the system text if none is given; NULL: see form_preset
+    const char *date;                   // NULL: 2024-07-26, Llama 3's
+    const char *think[2];               // marks around thinking; NULL: <think> and </think>
 } Template;
 
-#define CHATML(name, mark, default_system) {name, {"<|im_start|>", mark}, "", \
-    {"<|im_start|>system\n", "<|im_end|>\n"}, {"<|im_start|>user\n", "<|im_end|>\n"}, \
-    {"<|im_start|>assistant\n", "<|im_end|>\n"}, "<|im_start|>assistant\n", default_system, 0}
+#define ROLES(a, b, c) \
+    .system = {a "system" b, c}, .user = {a "user" b, c}, .reply = {a "assistant" b, c}
+#define CHATML .start = "{bos?}", ROLES("<|im_start|>", "\n", "<|im_end|>\n")
+#define GRANITE ROLES("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>\n")
+#define DEEPSEEK(reply_0) .start = "{bos}", .user = {"<｜User｜>"}, \
+    .reply = {reply_0, "<｜end▁of▁sentence｜>"}
+#define SMOLLM3(name, mark, today, tail) {name, \
+    TRIM_SYSTEM_END | TRIM_NEWLINES | EMPTY_IS_NONE | SWITCH_ON, \
+    {"<|im_start|>", "Reasoning Mode: ", mark}, .start = NULL, \
+    {"<|im_start|>system\n## Metadata\n\nKnowledge Cutoff Date: June 2025\n" today "Reasoning " \
+     "Mode: {+/think}{-/no_think}\n\n## Custom Instructions\n\n", "\n\n" tail}, \
+    {"<|im_start|>user\n", "<|im_end|>\n"}, \
+    {"<|im_start|>assistant\n{-<think>\n\n</think>\n}", "<|im_end|>\n"}, .date = "2025-07-08", \
+    .preset = "You are a helpful AI assistant named SmolLM, trained by Hugging Face.{+ Your role " \
+    "as an assistant involves thoroughly exploring questions through a systematic thinking " \
+    "process before providing the final precise and accurate solutions. This requires engaging " \
+    "in a comprehensive cycle of analysis, summarizing, exploration, reassessment, reflection, " \
+    "backtracking, and iteration to develop well-considered thinking process. Please structure " \
+    "your response into two main sections: Thought and Solution using the specified format: " \
+    "<think> Thought section </think> Solution section. In the Thought section, detail your " \
+    "reasoning process in steps. Each step should include detailed considerations such as " \
+    "analysing questions, summarizing relevant findings, brainstorming new ideas, verifying the " \
+    "accuracy of the current steps, refining any errors, and revisiting previous steps. In the " \
+    "Solution section, based on various attempts, explorations, and reflections from the " \
+    "Thought section, systematically present the final solution that you deem correct. The " \
+    "Solution section should be logical, accurate, and concise and detail necessary steps " \
+    "needed to reach the conclusion.}"}
 
 static const Template templates[] = {
-    CHATML("smollm2", "named SmolLM",
-           "You are a helpful AI assistant named SmolLM, trained by Hugging Face"),
-    CHATML("qwen2.5", "You are Qwen, created by Alibaba Cloud",
-           "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
-    CHATML("chatml", NULL, NULL),
-    {"llama2", {"[INST]", "<<SYS>>"}, "",
-     {"<<SYS>>\n", "\n<</SYS>>\n\n"}, {"{bos}[INST] ", " [/INST]"}, {" ", " {eos}"}, "",
-     NULL, TRIM_USER | TRIM_REPLY | SYSTEM_IN_USER},
-    {"plain", {NULL, NULL}, "{bos}", {"", "\n"}, {"", "\n"}, {"", "\n"}, "", NULL, 0},
+    SMOLLM3("smollm3", "Today Date: ", "Today Date: {date %d %B %Y}\n", ""),
+    SMOLLM3("smollm3-gguf", "!Today Date: ", "", "<|im_end|>\n"), // as many files have it
+    {"qwen3.5", TRIM_ALL | TRIM_NEWLINES | FORGET | SWITCH_ON,
+     {"<|im_start|>", "enable_thinking is false", "'<think>\n' }}", "!bos_token"}, CHATML,
+     .ask = "<|im_start|>assistant\n<think>\n{-\n</think>\n\n}"},
+    {"qwen3", TRIM_NEWLINES | FORGET | SWITCH_ON, {"<|im_start|>", "enable_thinking is false"},
+     CHATML, .ask = "<|im_start|>assistant\n{-<think>\n\n</think>\n\n}"},
+    {"qwen3-thinking", TRIM_NEWLINES | FORGET, // QwQ too
+     {"<|im_start|>", "assistant\n<think>\n'", "!enable_thinking"}, CHATML,
+     .ask = "<|im_start|>assistant\n<think>\n"},
+    {"lfm2", EMPTY_IS_NONE, {"<|im_start|>", "\" + ns.system_prompt + \"<|im_end|>"}, CHATML},
+    {"chatml", 0, {"<|im_start|>"}, CHATML}, // Qwen 1.5 to 2.5, SmolLM2 and many more
+    {"mistral-v7-tekken", 0, {"[SYSTEM_PROMPT]", "![SYSTEM_PROMPT] "}, .start = "{bos}",
+     {"[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"}, {"[INST]", "[/INST]"}, {"", "{eos}"},
+     .date = "2025-06-20", .think = {"[THINK]", "[/THINK]"}},
+    {"mistral-v7", 0, {"[SYSTEM_PROMPT]"}, .start = "{bos}",
+     {"[SYSTEM_PROMPT] ", "[/SYSTEM_PROMPT]"}, {"[INST] ", "[/INST]"}, {" ", "{eos}"}, ""},
+    {"mistral-v3-tekken", IN_LAST, {"[AVAILABLE_TOOLS]", "\"[INST]\""}, .start = "{bos}",
+     {"", "\n\n"}, {"[INST]", "[/INST]"}, {"", "{eos}"}},
+    {"mistral-v3", IN_LAST | TRIM_REPLY, {"[AVAILABLE_TOOLS]", "\"[INST] \""}, .start = "{bos}",
+     {"", "\n\n"}, {"[INST] ", "[/INST]"}, {" ", "{eos}"}, ""},
+    {"mistral-v1", IN_FIRST, {"' [INST] '"}, .start = "{bos}",
+     {"", "\n\n"}, {" [INST] ", " [/INST]"}, {" ", "{eos}"}, ""},
+    {"llama2", TRIM_USER | TRIM_REPLY | IN_FIRST | TRIM_JOINT, {"[INST]", "<<SYS>>"}, .start = "",
+     {"<<SYS>>\n", "\n<</SYS>>\n\n"}, {"{bos}[INST] ", " [/INST]"}, {" ", " {eos}"}, ""},
+    {"mistral", IN_FIRST, {"[INST]"}, .start = "{bos}", // the first, which refuses a system text
+     {"", "\n\n"}, {"[INST] ", " [/INST]"}, {"", "{eos}"}},
+    {"llama3.1", TRIM_ALL, {"<|start_header_id|>", "Cutting Knowledge Date"}, .start = "{bos}",
+     {"<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
+      "Today Date: {date %d %b %Y}\n\n", "<|eot_id|>"},
+     {"<|start_header_id|>user<|end_header_id|>\n\n", "<|eot_id|>"},
+     {"<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"}, .preset = ""},
+    {"llama3", TRIM_ALL, {"<|start_header_id|>"}, .start = "{bos}",
+     ROLES("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>")},
+    {"gemma", TRIM_USER | TRIM_REPLY | IN_FIRST, {"<start_of_turn>"}, .start = "{bos}",
+     {"", "\n\n"}, {"<start_of_turn>user\n", "<end_of_turn>\n"}, // 1 and 2 refuse a system text
+     {"<start_of_turn>model\n", "<end_of_turn>\n"}},
+    {"phi3", 0, {"<|assistant|>", "<|end|>", "bos_token"}, .start = "{bos}",
+     ROLES("<|", "|>\n", "<|end|>\n")},         // the first ones drop a system text
+    {"phi3.5", EMPTY_IS_NONE, {"<|assistant|>", "<|end|>"}, ROLES("<|", "|>\n", "<|end|>\n")},
+    {"olmo2", 0, {"<|assistant|>", "<|user|>", "bos_token"}, .start = "{bos}",
+     {"<|system|>\n", "\n"}, {"<|user|>\n", "\n"}, {"<|assistant|>\n", "{eos}\n"}},
+    {"zephyr", 0, {"<|assistant|>", "<|user|>", "eos_token"}, ROLES("<|", "|>\n", "{eos}\n")},
+    {"deepseek-v3.1", FORGET | SWITCH_OFF, {"<｜User｜>", "if not thinking"},
+     DEEPSEEK("<｜Assistant｜></think>"), .ask = "<｜Assistant｜>{+<think>}{-</think>}"},
+    {"deepseek-r1", FORGET, {"<｜User｜>", "<｜Assistant｜><think>\n"},
+     DEEPSEEK("<｜Assistant｜>"), .ask = "<｜Assistant｜><think>\n"},
+    {"deepseek-r1-0528", FORGET, {"<｜User｜>", "split('</think>')"}, // the first R1 too
+     DEEPSEEK("<｜Assistant｜>")},
+    {"deepseek-v3", 0, {"<｜User｜>"}, DEEPSEEK("<｜Assistant｜>")},
+    {"deepseek-v2", 0, {"'Assistant: ' + message['content'] + eos_token"}, .start = "{bos}",
+     {"", "\n\n"}, {"User: ", "\n\n"}, {"Assistant: ", "{eos}"}, "Assistant:"},
+    {"granite-3.3", 0, {"<|start_of_role|>", "April 2024. Today's Date: "}, GRANITE,
+     .preset = "Knowledge Cutoff Date: April 2024. Today's Date: {date %B %d, %Y}. You are "
+     "Granite, developed by IBM. You are a helpful AI assistant.", .date = "2025-04-16"},
+    {"granite-4", EMPTY_IS_NONE, {"<|start_of_role|>", "if ns.system_message"}, GRANITE},
+    {"granite-3", 0, {"<|start_of_role|>"}, GRANITE},
+    {"gpt-oss", EMPTY_IS_NONE | SWITCH_ON, {"<|start|>", "<|channel|>"},
+     .start = "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI."
+     "\nKnowledge cutoff: 2024-06\nCurrent date: {date %Y-%m-%d}\n\nReasoning: {+medium}{-low}\n\n"
+     "# Valid channels: analysis, commentary, final. Channel must be included for every message."
+     "<|end|>", {"<|start|>developer<|message|># Instructions\n\n", "\n\n<|end|>"},
+     {"<|start|>user<|message|>", "<|end|>"},
+     {"<|start|>assistant<|channel|>final<|message|>", "<|end|>"}, "<|start|>assistant",
+     .date = "2025-08-05", .think = {"<|start|>assistant<|channel|>analysis<|message|>",
+                                     "<|start|>assistant<|channel|>final<|message|>"}},
+    {"plain", 0, {NULL}, .start = "{bos}", {"", "\n"}, {"", "\n"}, {"", "\n"}, ""},
 };
-#undef CHATML
 
-static bool span_has(Span text, const char *word) {
+// A template and all that decides about its text. file: the template of the model's file.
+typedef struct {
+    const Template *t;
+    const Vocab *v;
+    Span file;
+    bool think;
+    struct tm date;
+    Str preset;                         // the system text when none is given; p = NULL: none
+} Form;
+
+static bool span_starts(Span s, const char *word) {
     size_t n = strlen(word);
-    for (size_t i = 0; i + n <= text.n; i++)
-        if (!memcmp(text.p + i, word, n)) return true;
-    return false;
+    return s.n >= n && !memcmp(s.p, word, n);
+}
+
+static const char *span_find(Span s, const char *word) { // NULL: it is not there
+    size_t n = strlen(word);
+    const char *p = s.p, *end = s.p + s.n;
+    while (n && s.n >= n && (p = memchr(p, *word, (size_t)(end - p)))
+           && ((size_t)(end - p) < n || memcmp(p, word, n)))
+        p++;
+    return s.n >= n ? p : NULL;
+}
+
+static bool span_has(Span s, const char *word) { return span_find(s, word) != NULL; }
+static Span span_from(Span s, const char *p) { return (Span){p, (size_t)(s.p + s.n - p)}; }
+
+// Bytes at the end of s with which `word` begins.
+static size_t span_overlap(Span s, const char *word) {
+    size_t n = MIN(s.n, strlen(word));
+    while (n && memcmp(s.p + s.n - n, word, n)) n--;
+    return n;
+}
+
+// The escapes of C in place: \n \t \r \\ \" \' \0 \xHH; anything else stays as it is.
+static void unescape(Str *s) {
+    static const char from[] = "ntr\\\"'0", to[] = "\n\t\r\\\"'\0";
+    size_t n = 0;
+    for (size_t i = 0; i < s->n; i++) {
+        const char *known =
+            s->p[i] == '\\' && i + 1 < s->n && s->p[i + 1] ? strchr(from, s->p[i + 1]) : NULL;
+        unsigned code;
+        if (known) s->p[n++] = to[known - from], i++;
+        else if (s->p[i] == '\\' && i + 3 < s->n && s->p[i + 1] == 'x'
+                 && isxdigit((unsigned char)s->p[i + 2]) && isxdigit((unsigned char)s->p[i + 3])
+                 && sscanf(s->p + i + 2, "%2x", &code) == 1)
+            s->p[n++] = (char)code, i += 3;
+        else s->p[n++] = s->p[i];
+    }
+    if (s->p) s->p[s->n = n] = 0;
 }
 
 static const Template *template_named(const char *name) {
     for (int i = 0; i < COUNT(templates); i++)
-        if (span_is((Span){name, strlen(name)}, templates[i].name)) return &templates[i];
+        if (!strcmp(name, templates[i].name)) return &templates[i];
     return NULL;
 }
 
-// The row for a model: by its own template's marks; else what its vocabulary suggests, with a
-// warning.
-static const Template *template_find(const Model *m, Str *warnings) {
-    for (int i = 0; m->chat_template.n && i < COUNT(templates); i++) {
-        const Template *t = &templates[i];
-        if (t->mark[0] && span_has(m->chat_template, t->mark[0])
-            && (!t->mark[1] || span_has(m->chat_template, t->mark[1])))
-            return t;
+// The row whose marks a template text holds, or NULL.
+static const Template *template_find(Span file) {
+    const Template *found = NULL;
+    Str text = {0};
+    str_add(&text, file.p, file.n), unescape(&text);
+    for (int i = 0; i < COUNT(templates) && !found; i++) {
+        const char *const *mark = templates[i].mark;
+        bool fits = mark[0] != NULL;
+        for (int k = 0; k < COUNT(templates[i].mark) && mark[k]; k++)
+            fits &= span_has((Span){text.p, text.n}, mark[k] + (*mark[k] == '!'))
+                    == (*mark[k] != '!');
+        if (fits) found = &templates[i];
     }
-    const char *name = "plain";
-    if (!m->gguf) name = "llama2";
-    else if (tok_find(&m->vocab, SPAN("<|im_start|>")) >= 0) name = "chatml";
-    if (m->gguf)
-        str_printf(warnings,
-                   "%s: %s; the chat uses the form `%s` (--template NAME forces another)\n",
-                   m->file.name,
-                   m->chat_template.n ? "its chat template is not one of those known"
-                                      : "no chat template: is this an instruct model?",
-                   name);
-    return template_named(name);
-}
-
-static void message_add(Conversation *c, int role, Span text) {
-    if (c->n == c->cap) {
-        c->cap = 2 * c->cap + 8;
-        Message *p = realloc(c->p, (size_t)c->cap * sizeof *p);
-        if (!p) die("out of memory: %d messages", c->cap);
-        c->p = p;
-    }
-    c->p[c->n] = (Message){.role = role};
-    str_add(&c->p[c->n++].text, text.p, text.n);
-}
-
-static void conversation_free(Conversation *c) {
-    for (int i = 0; i < c->n; i++) str_free(&c->p[i].text);
-    free(c->p), *c = (Conversation){0};
+    str_free(&text);
+    return found;
 }
 
 // A text under construction and, byte for byte, whether it came from a message.
@@ -4585,14 +4700,28 @@ static void render_bytes(Rendering *r, Span s, bool typed) {
     for (size_t i = 0; i < s.n; i++) str_add(&r->typed, typed ? "\1" : "\0", 1);
 }
 
-static void render_form(Rendering *r, const Vocab *v, const char *form) {
-    for (const char *brace; (brace = strchr(form, '{')); form = brace + 5) {
+static void render_date(Rendering *r, const Form *f, Span format) {
+    char pattern[32], date[64];
+    snprintf(pattern, sizeof pattern, "%.*s", (int)format.n, format.p);
+    render_bytes(r, (Span){date, strftime(date, sizeof date, pattern, &f->date)}, false);
+}
+
+static void render_form(Rendering *r, const Form *f, const char *form) {
+    if (!form) return;
+    for (const char *brace; (brace = strchr(form, '{')); form = strchr(brace, '}') + 1) {
         render_bytes(r, (Span){form, (size_t)(brace - form)}, false);
-        int id = brace[1] == 'b' ? v->bos : v->eos; // {bos} or {eos}
-        if (id >= 0) render_bytes(r, tok_spelling(v, id), false);
+        Span word = {brace + 1, strcspn(brace + 1, "}")};
+        int id = span_is(word, "bos") ? f->v->bos : span_is(word, "eos") ? f->v->eos : NO_TOKEN;
+        if (span_is(word, "bos?") && span_has(f->file, "bos_token")) id = f->v->bos;
+        if (id >= 0) render_bytes(r, tok_spelling(f->v, id), false);
+        else if (span_starts(word, "date ")) render_date(r, f, (Span){word.p + 5, word.n - 5});
+        else if (*word.p == (f->think ? '+' : '-'))
+            render_bytes(r, (Span){word.p + 1, word.n - 1}, false);
     }
     render_bytes(r, (Span){form, strlen(form)}, false);
 }
+
+static void rendering_free(Rendering *r) { str_free(&r->text), str_free(&r->typed); }
 
 static bool is_blank(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
@@ -4613,44 +4742,175 @@ static Span span_trim(Span s) {
     return (Span){s.p + from, to - from};
 }
 
-static void render_system(Rendering *r, const Vocab *v, const Template *t, const Span *text) {
-    if (!text) return;
-    render_form(r, v, t->system[0]);
-    render_bytes(r, *text, true);
-    render_form(r, v, t->system[1]);
+// The system text of a conversation that gives none: the row's; or what the file's template says,
+// in default_system_message (a date may be joined to it) or in a whole message of the row's form.
+static void form_preset(Form *f) {
+    const char *head = f->t->system[0];
+    Rendering r = {0};
+    Str file = {0};
+    if (f->t->preset) str_add(&r.text, "", 0), render_form(&r, f, f->t->preset);
+    else str_add(&file, f->file.p, f->file.n), unescape(&file);
+    Span all = {file.p, file.n}, text;
+    const char *found = span_find(all, "default_system_message = "), *end = NULL;
+    if (found) {
+        text = span_from(all, found + strlen("default_system_message = "));
+        end = span_find(text, text.n && *text.p == '"' ? "\" %}" : "' %}");
+        text.p++;
+    }
+    while (!end && head && *head && (found = span_find(all, head))) {
+        all = text = span_from(all, found + strlen(head)); // is it text, or code that makes one?
+        end = span_find(text, f->t->system[1]);
+        if (!text.n || strchr("'\"", *text.p)) end = NULL;
+        else if (end && span_has((Span){text.p, (size_t)(end - text.p)}, "}}")) end = NULL;
+    }
+    if (end) {
+        const char *today = "\" + today + \"";
+        text.n = (size_t)(end - text.p);
+        if ((found = span_find(text, today))) {
+            render_bytes(&r, (Span){text.p, (size_t)(found - text.p)}, false);
+            render_date(&r, f, SPAN("%Y-%m-%d"));
+            text = span_from(text, found + strlen(today));
+        }
+        render_bytes(&r, text, false);
+    }
+    f->preset = r.text;
+    str_free(&r.typed), str_free(&file);
 }
 
-// The whole conversation, ending where the model is to reply. An empty system message is a message.
-static Rendering render(const Vocab *v, const Template *t, const Conversation *c) {
-    Rendering r = {0};
-    Span preset = {t->default_system, t->default_system ? strlen(t->default_system) : 0};
-    const Span *system = t->default_system ? &preset : NULL;
-    Span given;
-    int from = 0;
-    if (c->n && c->p[0].role == SYSTEM) {
-        given = (Span){c->p[0].text.p, c->p[0].text.n};
-        system = &given, from = 1;
+// YYYY-MM-DD, a day that exists.
+static bool date_parse(const char *text, struct tm *date) {
+    int year, month, day, n = 0;
+    if (sscanf(text, "%4d-%2d-%2d%n", &year, &month, &day, &n) != 3 || n != 10 || text[n])
+        return false;
+    struct tm day_of = {.tm_year = year - 1900, .tm_mon = month - 1, .tm_mday = day, .tm_hour = 12};
+    *date = day_of;
+    return mktime(&day_of) != -1 && day_of.tm_mday == day && day_of.tm_mon == month - 1;
+}
+
+enum { THINK_UNSAID, THINK_ON, THINK_OFF, THINK_HIDE }; // --think
+
+static Form form_new(const Template *t, const Vocab *v, Span file, int think, const char *date) {
+    Form f = {.t = t, .v = v, .file = file};
+    f.think = think == THINK_UNSAID ? !(t->rules & SWITCH_OFF) : think != THINK_OFF;
+    date_parse(date ? date : t->date ? t->date : "2024-07-26", &f.date);
+    form_preset(&f);
+    return f;
+}
+
+// The form of a model's chat: the one named, that of its own template, or what its vocabulary
+// suggests, with a warning.
+static Form form_find(const Model *m, const char *name, int think, const char *date, Str *notes) {
+    const Template *t = name ? template_named(name) : template_find(m->chat_template);
+    if (!t) {
+        bool chatml = m->gguf && tok_find(&m->vocab, SPAN("<|im_start|>")) >= 0;
+        t = template_named(!m->gguf ? "llama2" : chatml ? "chatml" : "plain");
+        if (m->gguf)
+            str_printf(notes,
+                       "%s: %s; the chat uses the form `%s` (--template NAME forces another)\n",
+                       m->file.name,
+                       m->chat_template.n ? "its chat template is not one of those known"
+                                          : "no chat template: is this an instruct model?",
+                       t->name);
     }
-    render_form(&r, v, t->start);
-    if (!(t->rules & SYSTEM_IN_USER)) render_system(&r, v, t, system);
+    if (think != THINK_UNSAID && think != THINK_HIDE && !(t->rules & (SWITCH_ON | SWITCH_OFF)))
+        str_printf(notes, "--think: the chat form `%s` has no switch for thinking\n", t->name);
+    return form_new(t, &m->vocab, m->chat_template, think, date);
+}
+
+static void message_add(Conversation *c, int role, Span text) {
+    if (c->n == c->cap) {
+        c->cap = 2 * c->cap + 8;
+        Message *p = realloc(c->p, (size_t)c->cap * sizeof *p);
+        if (!p) die("out of memory: %d messages", c->cap);
+        c->p = p;
+    }
+    c->p[c->n] = (Message){.role = role};
+    str_add(&c->p[c->n++].text, text.p, text.n);
+}
+
+// Takes `n` messages out, from the one at `at` on.
+static void messages_drop(Conversation *c, int at, int n) {
+    for (int i = at; i < at + n; i++) str_free(&c->p[i].text);
+    memmove(c->p + at, c->p + at + n, sizeof(Message) * (size_t)(c->n - at - n));
+    c->n -= n;
+}
+
+static const char *think_mark(const Template *t, int which) { // 0 before thinking, 1 behind it
+    return t->think[which] ? t->think[which] : which ? "</think>" : "<think>";
+}
+
+// A reply as far as it came: what was thought, and the answer, p = NULL where it has not begun.
+// What may become a mark belongs to neither; at the `end` nothing may. The first `seed` bytes are
+// the prompt's.
+typedef struct { Span thought, answer; } Parts;
+
+static Parts reply_parts(const Template *t, Span reply, size_t seed, bool end) {
+    const char *open = think_mark(t, 0), *close = think_mark(t, 1);
+    Span text = reply;
+    while (text.n && is_blank(*text.p)) text.p++, text.n--;
+    bool maybe = !strncmp(text.p, open, text.n) || !strncmp(text.p, close, text.n);
+    if (span_starts(text, open)) text = span_from(text, text.p + strlen(open));
+    else if (maybe && !end) return (Parts){0};
+    else if (!span_starts(text, close)) return (Parts){{0}, span_from(reply, reply.p + seed)};
+    const char *found = span_find(text, close);
+    if (found)
+        return (Parts){{text.p, (size_t)(found - text.p)}, span_from(text, found + strlen(close))};
+    text.n -= end ? 0 : span_overlap(text, close);
+    return (Parts){text, {0}};
+}
+
+// White space, and earlier thinking, as the template has it.
+static Span message_text(const Template *t, const Message *m) {
+    static const int trims[] = {[SYSTEM] = TRIM_SYSTEM, [USER] = TRIM_USER, [REPLY] = TRIM_REPLY};
+    Span text = {m->text.p, m->text.n}, trimmed = span_trim(text);
+    if (t->rules & trims[m->role]) text = trimmed;
+    if (m->role == SYSTEM && t->rules & TRIM_SYSTEM_END)
+        text.n = trimmed.n ? (size_t)(trimmed.p + trimmed.n - text.p) : 0;
+    if (m->role != REPLY) return text;
+    const char *close = think_mark(t, 1), *found;
+    bool whole = t->rules & FORGET;     // as yet
+    for (; t->rules & FORGET && (found = span_find(text, close)); whole = false)
+        text = span_from(text, found + strlen(close));
+    while (t->rules & TRIM_NEWLINES && !whole && text.n && *text.p == '\n') text.p++, text.n--;
+    return text;
+}
+
+// The system message; a NULL text is the preset, where there is one.
+static void render_system(Rendering *r, const Form *f, const Span *text) {
+    if (!text && !f->preset.p) return;
+    render_form(r, f, f->t->system[0]);
+    render_bytes(r, text ? *text : (Span){f->preset.p, f->preset.n}, text != NULL);
+    render_form(r, f, f->t->system[1]);
+}
+
+// The conversation without the `skip` messages that follow the system message, ending where the
+// model is to reply. An empty system message is a message.
+static Rendering render(const Form *f, const Conversation *c, int skip) {
+    const Template *t = f->t;
+    Rendering r = {0};
+    Span given, *system = NULL;
+    int from = c->n && c->p[0].role == SYSTEM;
+    if (from) given = message_text(t, &c->p[0]), system = &given;
+    if (system && !system->n && t->rules & EMPTY_IS_NONE) system = NULL;
+    from += skip;
+    int place = t->rules & IN_FIRST ? from : t->rules & IN_LAST ? c->n - 1 : -1;
+    render_form(&r, f, t->start);
+    if (place < 0) render_system(&r, f, system);
     for (int i = from; i < c->n; i++) {
-        bool user = c->p[i].role == USER;
-        Span text = {c->p[i].text.p, c->p[i].text.n};
-        Span trimmed = t->rules & (user ? TRIM_USER : TRIM_REPLY) ? span_trim(text) : text;
-        render_form(&r, v, (user ? t->user : t->reply)[0]);
-        if (i == from && (t->rules & SYSTEM_IN_USER) && system) {
-            render_system(&r, v, t, system);
-            if (trimmed.n) trimmed = (Span){text.p, (size_t)(trimmed.p + trimmed.n - text.p)};
+        const char *const *around = c->p[i].role == USER ? t->user : t->reply;
+        Span text = message_text(t, &c->p[i]), raw = {c->p[i].text.p, c->p[i].text.n};
+        render_form(&r, f, around[0]);
+        if (i == place) render_system(&r, f, system);
+        if (i == place && system && t->rules & TRIM_JOINT) {
+            if (text.n) text = (Span){raw.p, (size_t)(text.p + text.n - raw.p)};
             else r.text.n = r.typed.n = span_trim((Span){r.text.p, r.text.n}).n;
         }
-        render_bytes(&r, trimmed, true);
-        render_form(&r, v, (user ? t->user : t->reply)[1]);
+        render_bytes(&r, text, true);
+        render_form(&r, f, around[1]);
     }
-    render_form(&r, v, t->ask);
+    render_form(&r, f, t->ask ? t->ask : t->reply[0]);
     return r;
 }
-
-static void rendering_free(Rendering *r) { str_free(&r->text), str_free(&r->typed); }
 /* ------------------------------------------------------------------------------------------------
  * Chapter 13. Modes
  *
@@ -4659,11 +4919,18 @@ static void rendering_free(Rendering *r) { str_free(&r->text), str_free(&r->type
  */
 enum { DEFAULT_STEPS = 256, DEFAULT_CONTEXT = 4096, DEFAULT_CHUNK = 128, SCORE_PIECE = 512 };
 
+enum { TEMPERATURE, TOP_K, TOP_P, MIN_P, PENALTY, N_SAMPLING };
+static const struct { const char *key; double usual, most; } sampling[N_SAMPLING] = {
+    {"temp", 1.0, 1e6}, {"top_k", 0, INT_MAX}, {"top_p", 0.9, 1}, {"min_p", 0, 1},
+    {"penalty_repeat", 0, 100},         // keys: general.sampling.*
+};
+
 typedef struct {
     const char *model, *mode, *tokenizer;
-    double temperature, top_p, min_p, repeat_penalty;
-    int64_t seed, steps, top_k, threads, chunk, context; // UNSET where not given
-    const char *input, *file, *system, *template, *kv, *logits;
+    double sampling[N_SAMPLING];        // NAN where not given
+    int64_t seed, steps, threads, chunk, context; // UNSET where not given
+    const char *input, *file, *system, *template, *date, *logits;
+    int think, kv;                      // THINK_; 1 f32, 2 f16, 0 where not given
     Span *stops;                        // --stop, in order
     int n_stops;
     bool escapes, ids, no_bos, special, pieces, no_echo, quiet, show_prompt, help, version;
@@ -4672,43 +4939,19 @@ typedef struct {
 #define UNSET INT64_MIN
 
 // ---- input: -i, -f or nothing, used byte for byte
-static void read_stream(Str *s, FILE *f, const char *name) {
-    char part[65536];
-    for (size_t n; (n = fread(part, 1, sizeof part, f)) > 0;) str_add(s, part, n);
-    if (interrupted) exit(130);
-    if (ferror(f)) die("%s: cannot read: %s", name, strerror(errno));
-}
-
-// The escapes of C in place: \n \t \r \\ \" \' \0 \xHH; anything else stays as it is.
-static void unescape(Str *s) {
-    static const char from[] = "ntr\\\"'0", to[] = "\n\t\r\\\"'\0";
-    size_t n = 0;
-    for (size_t i = 0; i < s->n; i++) {
-        const char *known =
-            s->p[i] == '\\' && i + 1 < s->n && s->p[i + 1] ? strchr(from, s->p[i + 1]) : NULL;
-        unsigned code;
-        if (known) s->p[n++] = to[known - from], i++;
-        else if (s->p[i] == '\\' && i + 3 < s->n && s->p[i + 1] == 'x'
-                 && isxdigit((unsigned char)s->p[i + 2]) && isxdigit((unsigned char)s->p[i + 3])
-                 && sscanf(s->p + i + 2, "%2x", &code) == 1)
-            s->p[n++] = (char)code, i += 3;
-        else s->p[n++] = s->p[i];
-    }
-    s->n = n;
-}
-
 static Str read_input(const Options *o) {
     Str s = {0};
     str_add(&s, "", 0);
-    if (o->input) {
-        str_add(&s, o->input, strlen(o->input));
-        if (o->escapes) unescape(&s);
-    } else if (o->file) {
-        FILE *f = strcmp(o->file, "-") ? fopen(o->file, "rb") : stdin;
-        if (!f) die("%s: cannot open: %s", o->file, strerror(errno));
-        read_stream(&s, f, o->file);
-        if (f != stdin) fclose(f);
-    }
+    if (o->input) str_add(&s, o->input, strlen(o->input));
+    if (o->input && o->escapes) unescape(&s);
+    if (!o->file) return s;
+    FILE *f = strcmp(o->file, "-") ? fopen(o->file, "rb") : stdin;
+    if (!f) die("%s: cannot open: %s", o->file, strerror(errno));
+    char part[65536];
+    for (size_t n; (n = fread(part, 1, sizeof part, f)) > 0;) str_add(&s, part, n);
+    if (interrupted) exit(130);
+    if (ferror(f)) die("%s: cannot read: %s", o->file, strerror(errno));
+    if (f != stdin) fclose(f);
     return s;
 }
 
@@ -4739,13 +4982,48 @@ static Ids input_ids(const Options *o, const Model *m) {
     return ids;
 }
 
+// ---- output
+static void out_flush(void) { // a reader that went away ends the program quietly
+    if (!fflush(stdout) && !ferror(stdout)) return;
+    if (errno == EPIPE) exit(0);
+    if (errno == EINTR && interrupted) exit(130);
+    die("cannot write: %s", strerror(errno));
+}
+
+static void put(Span s) {
+    if (s.n) fwrite(s.p, 1, s.n, stdout), out_flush();
+}
+
+// As valid UTF-8 without control characters but newline and tab.
+static void print_clean(FILE *f, const Str *s) {
+    Stream clean = {.terminal = true};
+    Span shown = stream_push(&clean, (Span){s->p, s->n});
+    fwrite(shown.p, 1, shown.n, f);
+    shown = stream_flush(&clean);
+    fwrite(shown.p, 1, shown.n, f);
+    stream_free(&clean);
+}
+
+// A text on one line: control characters and the backslash as escapes.
+static void add_escaped(Str *out, Span s) {
+    for (size_t i = 0; i < s.n; i++) {
+        unsigned char c = (unsigned char)s.p[i];
+        if (c == '\n') str_printf(out, "\\n");
+        else if (c == '\\') str_printf(out, "\\\\");
+        else if (c < 32 || c == 127) str_printf(out, "\\x%02x", c);
+        else str_add(out, s.p + i, 1);
+    }
+}
+
+static bool shows_progress(const Options *o) { return !o->quiet && isatty(fileno(stderr)); }
+
 // ---- what all modes that run the model share
 static Session *start_session(const Options *o, const Model *m, int64_t positions, int logit_rows) {
-    bool half = o->kv ? !strcmp(o->kv, "f16") : !m->all_f32;
     int chunk = o->chunk == UNSET ? DEFAULT_CHUNK : (int)MIN(MAX(o->chunk, 1), 4096);
     int threads = o->threads == UNSET || !o->threads ? default_threads(m)
                 : (int)MIN(MAX(o->threads, 1), MIN(MAX_THREADS, 4 * core_count()));
-    return session_new(m, (int)MIN(positions, MAX_POSITIONS), chunk, half, threads, logit_rows);
+    return session_new(m, (int)MIN(positions, MAX_POSITIONS), chunk,
+                       o->kv ? o->kv == 2 : !m->all_f32, threads, logit_rows);
 }
 
 // Positions of the cache: -c, or the file's context, at most 4,096 unless more are wanted.
@@ -4757,13 +5035,35 @@ static int64_t context_size(const Options *o, const Model *m, int64_t wanted) {
     return o->context;
 }
 
-static Sampler start_sampler(const Options *o, const Session *s) {
+static bool sampling_fits(int i, double x) {
+    return x >= 0 && x <= sampling[i].most && !(i == PENALTY && x > 0 && x < 0.01);
+}
+
+static double sampling_stated(const Gguf *g, int i) { // by the file; NAN: nothing of use
+    char key[64];
+    snprintf(key, sizeof key, "general.sampling.%s", sampling[i].key);
+    const GgufValue *v = g ? gguf_find(g, key) : NULL;
+    int64_t n;
+    double x = NAN;
+    if (v && !v->array && v->type == GGUF_F32) x = (double)f32_at(g->r->base + v->at);
+    else if (v && !v->array && gguf_element(g, v, 0, &n)) x = (double)n;
+    return sampling_fits(i, x) ? x : NAN;
+}
+
+// What the file states counts in a chat where no sampling option is given.
+static Sampler start_sampler(const Options *o, const Session *s, bool chat) {
+    double use[N_SAMPLING];
+    for (int i = 0; i < N_SAMPLING; i++) chat &= isnan(o->sampling[i]);
+    for (int i = 0; i < N_SAMPLING; i++) {
+        use[i] = chat ? sampling_stated(s->model->gguf, i) : o->sampling[i];
+        if (isnan(use[i])) use[i] = sampling[i].usual;
+    }
     Sampler sampler = {
-        .temperature = (float)MAX(o->temperature, 0),
-        .top_p = (float)o->top_p,
-        .min_p = (float)o->min_p,
-        .repeat_penalty = (float)o->repeat_penalty,
-        .top_k = (int)MIN(MAX(o->top_k, 0), INT_MAX),
+        .temperature = (float)use[TEMPERATURE],
+        .top_p = (float)use[TOP_P],
+        .min_p = (float)use[MIN_P],
+        .repeat_penalty = (float)use[PENALTY],
+        .top_k = (int)use[TOP_K],
         .rng = o->seed > 0 ? (uint64_t)o->seed : time_seed(),
         .isa = s->team.isa,
         .list = xalloc((size_t)s->model->config.vocab_size, sizeof(Candidate)),
@@ -4774,75 +5074,96 @@ static Sampler start_sampler(const Options *o, const Session *s) {
     return sampler;
 }
 
-// Ids that may be sampled: embedding rows beyond the tokenizer's entries mean nothing.
-static int sample_size(const Model *m) {
-    return m->vocab.size && m->vocab.size < m->config.vocab_size ? m->vocab.size
-                                                                 : m->config.vocab_size;
-}
-
-static void put(Span s) { // to stdout; a reader that went away ends the program quietly
-    if (s.n && (fwrite(s.p, 1, s.n, stdout) != s.n || fflush(stdout))) {
-        if (errno == EPIPE) exit(0);
-        if (errno == EINTR && interrupted) exit(130);
-        die("cannot write: %s", strerror(errno));
-    }
-}
-
-static bool is_stop(const Model *m, int id) { return id < m->vocab.size && m->vocab.stop[id]; }
-
-// As valid UTF-8 without control characters but newline and tab.
-static void put_clean(const Str *s) {
-    Stream clean = {.terminal = true};
-    put(stream_push(&clean, (Span){s->p, s->n}));
-    put(stream_flush(&clean));
-    stream_free(&clean);
-}
-
 typedef struct {                        // tokens on their way to stdout
+    const Options *o;
     const Model *m;
-    Stream stream, plain;               // plain: for the copy, which no terminal may change
-    Str piece, *copy;                   // copy: where the text is kept, or NULL
+    const Template *t;                  // of a chat, or NULL
+    Stream stream;
+    Str piece, reply;                   // reply: all that came, behind `seed` bytes of the prompt
+    size_t seed, thought, said;         // thinking and answer that were given out, in bytes
+    bool answering;
     int prev;
-    bool chat; // ends at end tokens; generate on a .bin at BOS, as llama2.c
 } Speaker;
 
-static Speaker speaker_new(const Options *o, const Model *m, Str *copy) {
-    Speaker s = {.m = m, .copy = copy, .prev = NO_TOKEN};
-    s.stream = s.plain = (Stream){.stops = o->stops, .n_stops = o->n_stops};
+static Speaker speaker_new(const Options *o, const Model *m, const Template *t) {
+    Speaker s = {.o = o, .m = m, .t = t, .prev = NO_TOKEN};
     s.stream.terminal = isatty(fileno(stdout));
     return s;
 }
 
+static void speaker_put(Speaker *s, Span text) { put(stream_push(&s->stream, text)); }
+
+// From here on stop strings count: not in a prompt that is repeated, nor in thinking.
+static void speaker_stops(Speaker *s) {
+    s->stream.stops = s->o->stops, s->stream.n_stops = s->o->n_stops;
+}
+
+static Parts speaker_parts(const Speaker *s, bool end) {
+    return reply_parts(s->t, (Span){s->reply.p, s->reply.n}, s->seed, end);
+}
+
+// Gives out what is new in a chat's reply: thinking where it is to be shown, and the answer.
+static void speaker_reply(Speaker *s, bool end) {
+    Parts p = speaker_parts(s, end);
+    bool show = s->o->think != THINK_HIDE && s->o->think != THINK_OFF;
+    if (show && p.thought.n > s->thought) {
+        if (!s->thought) speaker_put(s, SPAN("<think>"));
+        speaker_put(s, span_from(p.thought, p.thought.p + s->thought));
+        s->thought = p.thought.n;
+    }
+    if (!p.answer.p) return;
+    if (!s->said && s->thought) speaker_put(s, SPAN("</think>"));
+    speaker_stops(s);
+    Span news = span_from(p.answer, p.answer.p + s->said);
+    s->said = p.answer.n;
+    while (p.thought.n > s->thought && !s->answering && news.n && is_blank(*news.p))
+        news.p++, news.n--;             // between hidden thinking and the answer
+    s->answering |= news.n > 0;
+    speaker_put(s, news);
+}
+
 static void speaker_say(Speaker *s, int id) {
+    const Vocab *v = &s->m->vocab;
     s->piece.n = 0;
-    tok_piece(&s->m->vocab, id, s->prev, &s->piece);
+    tok_piece(v, id, s->prev, &s->piece);
     s->prev = id;
+    if (s->t && !s->piece.n && id < v->size) { // a control token is part of marks or of nothing
+        str_add(&s->piece, tok_spelling(v, id).p, tok_spelling(v, id).n);
+        if (!strstr(think_mark(s->t, 0), s->piece.p) && !strstr(think_mark(s->t, 1), s->piece.p))
+            s->piece.n = 0;
+    }
     Span piece = {s->piece.p, s->piece.n};
-    put(stream_push(&s->stream, piece));
-    if (!s->copy) return;
-    Span kept = stream_push(&s->plain, piece);
-    str_add(s->copy, kept.p, kept.n);
+    if (s->t) str_add(&s->reply, piece.p, piece.n), speaker_reply(s, false);
+    else speaker_put(s, piece);
 }
 
 static void speaker_end(Speaker *s) {
+    if (s->t) speaker_reply(s, true);
     put(stream_flush(&s->stream));
-    Span kept = stream_flush(&s->plain);
-    if (s->copy) str_add(s->copy, kept.p, kept.n);
-    stream_free(&s->stream), stream_free(&s->plain), str_free(&s->piece);
+    put(SPAN("\n"));
+}
+
+static void speaker_free(Speaker *s) {
+    stream_free(&s->stream), str_free(&s->piece), str_free(&s->reply);
 }
 
 // Samples and shows tokens until an end token, a stop string, Ctrl-C, or `limit` tokens in all;
 // counts and times what was read and made.
 static void speak(Session *s, Sampler *sampler, Speaker *speaker, Ids *ids, int64_t limit,
-                  bool progress, Stats *stats) {
+                  Stats *stats) {
     const Model *m = s->model;
     int64_t fed = s->fed, before = (int64_t)ids->n;
     double start = now();
-    float *logits = session_sync(s, ids->p, (int)ids->n, progress);
+    float *logits = session_sync(s, ids->p, (int)ids->n, shows_progress(speaker->o));
     stats->prompt += s->fed - fed, stats->prompt_s += now() - start, start = now();
+    // ids that may be sampled: embedding rows beyond the tokenizer's entries mean nothing
+    int n = m->vocab.size ? MIN(m->vocab.size, m->config.vocab_size) : m->config.vocab_size;
     while (logits && (int64_t)ids->n < limit && !interrupted && !speaker->stream.stopped) {
-        int next = sample(sampler, logits, sample_size(m), ids->p, (int)ids->n);
-        if (speaker->chat || m->gguf ? is_stop(m, next) : next == m->vocab.bos) break;
+        int next = sample(sampler, logits, n, ids->p, (int)ids->n);
+        // generate on a .bin ends at BOS alone, as llama2.c
+        if (speaker->t || m->gguf ? next < m->vocab.size && m->vocab.stop[next]
+                                  : next == m->vocab.bos)
+            break;
         ids_add(ids, next);
         speaker_say(speaker, next);
         if ((int64_t)ids->n < limit && !speaker->stream.stopped)
@@ -4868,19 +5189,16 @@ static int cmd_generate(const Options *o, const Model *m) {
                   prompt, steps);
     Session *s = cut ? NULL : start_session(o, m, MIN(context, MAX(steps, prompt)), 1);
     Sampler sampler = {0};
-    if (s) sampler = start_sampler(o, s);
+    if (s) sampler = start_sampler(o, s, false);
     Speaker speaker = speaker_new(o, m, NULL);
-    speaker.stream.n_stops = 0;          // the prompt is repeated whole
     bool bos = ids.p[0] == m->vocab.bos; // it marks the beginning and is not shown
     speaker.prev = o->no_echo ? ids.p[prompt - 1] : bos ? ids.p[0] : NO_TOKEN;
     for (int64_t i = bos; !o->no_echo && i < (cut ? steps + bos : prompt); i++)
         speaker_say(&speaker, ids.p[i]);
-    speaker.stream.n_stops = o->n_stops;
+    speaker_stops(&speaker);
     Stats stats = {0};
-    if (s)
-        speak(s, &sampler, &speaker, &ids, steps + 1, !o->quiet && isatty(fileno(stderr)), &stats);
-    speaker_end(&speaker);
-    put(SPAN("\n"));
+    if (s) speak(s, &sampler, &speaker, &ids, steps + 1, &stats);
+    speaker_end(&speaker), speaker_free(&speaker);
     if (!o->quiet && stats.reply) stats_print(&stats, m);
     if (s) session_free(s);
     free(sampler.list), free(ids.p);
@@ -4904,124 +5222,115 @@ static bool read_line(Str *line, bool terminal) {
 }
 
 static void show_prompt(const Vocab *v, const Ids *ids) { // what the model has been given so far
+    Str text = {0};
     fprintf(stderr, "prompt ids:");
     for (size_t i = 0; i < ids->n; i++) fprintf(stderr, " %d", ids->p[i]);
-    Str text = {0};
-    Stream clean = {.terminal = true};
     for (size_t i = 0; i < ids->n; i++) tok_name(v, ids->p[i], &text);
-    Span shown = stream_push(&clean, (Span){text.p, text.n});
-    fprintf(stderr, "\n%.*s", (int)shown.n, shown.p);
-    shown = stream_flush(&clean);
-    fprintf(stderr, "%.*s\n", (int)shown.n, shown.p);
-    str_free(&text), stream_free(&clean);
+    fprintf(stderr, "\n");
+    print_clean(stderr, &text);
+    fprintf(stderr, "\n");
+    str_free(&text);
 }
 
 typedef struct {
     const Options *o;
     const Model *m;
-    const Template *form;
+    Form form;
     Session *s;
     Sampler sampler;
     Conversation talk;
+    Ids ids;                            // of the prompt, then of the reply too
+    size_t seed;                        // bytes at the prompt's end that begin a mark of thinking
     int limit;                          // positions the conversation may fill
     Stats stats;
 } Chat;
 
 // The conversation without the `skip` messages that follow the system message, as ids.
-static void chat_ids(const Chat *c, int skip, Ids *ids) {
-    int first = c->talk.n && c->talk.p[0].role == SYSTEM, n = c->talk.n - skip;
-    Conversation part = {xalloc((size_t)n, sizeof(Message)), n, n};
-    for (int i = 0; i < n; i++) part.p[i] = c->talk.p[i < first ? i : i + skip];
-    Rendering r = render(&c->m->vocab, c->form, &part);
-    ids->n = 0;
-    tok_encode(&c->m->vocab, (Span){r.text.p, r.text.n}, (const uint8_t *)r.typed.p, TOK_SPECIAL,
-               ids);
-    rendering_free(&r), free(part.p);
+static size_t chat_ids(Chat *c, int skip) {
+    Rendering r = render(&c->form, &c->talk, skip);
+    c->ids.n = 0;
+    c->seed = span_overlap(span_trim((Span){r.text.p, r.text.n}), think_mark(c->form.t, 0));
+    tok_encode(c->form.v, (Span){r.text.p, r.text.n}, (const uint8_t *)r.typed.p, TOK_SPECIAL,
+               &c->ids);
+    rendering_free(&r);
+    return c->ids.n;
 }
 
 // The conversation as ids. If it leaves no room for a reply the oldest turns are dropped, the
 // system message never, and the user is told. False if the last message alone is too long: it is
 // left out.
-static bool chat_prompt(Chat *c, Ids *ids) {
-    int first = c->talk.n && c->talk.p[0].role == SYSTEM, most = c->talk.n - first - 1, skip = 0;
+static bool chat_prompt(Chat *c) {
+    int first = c->talk.n && c->talk.p[0].role == SYSTEM, skip = 0;
     size_t room = (size_t)(c->limit - MIN(c->limit / 4, 64) - 1);
-    chat_ids(c, most, ids);
-    if (ids->n > room) {
+    if (chat_ids(c, c->talk.n - first - 1) > room) {
         if (!c->o->quiet)
             warn_line("this message makes %zu tokens of %d: it is left out (-c N makes room)",
-                      ids->n, c->limit);
+                      c->ids.n, c->limit);
         return false;
     }
-    for (chat_ids(c, 0, ids); ids->n > room; chat_ids(c, skip, ids)) skip += 2;
-    if (!skip) return true;
-    if (!c->o->quiet)
+    while (chat_ids(c, skip) > room) skip += 2;
+    if (skip && !c->o->quiet)
         warn_line("context full (%d positions): the oldest messages are forgotten", c->limit);
-    for (int i = first; i < first + skip; i++) str_free(&c->talk.p[i].text);
-    memmove(c->talk.p + first, c->talk.p + first + skip,
-            sizeof(Message) * (size_t)(most + 1 - skip));
-    c->talk.n -= skip;
+    messages_drop(&c->talk, first, skip);
     return true;
 }
 
-static void chat_reply(Chat *c, Ids *ids) {
-    Str reply = {0};
-    Speaker speaker = speaker_new(c->o, c->m, &reply);
-    speaker.chat = true;
-    speak(c->s, &c->sampler, &speaker, ids, c->limit, !c->o->quiet && isatty(fileno(stderr)),
-          &c->stats);
-    speaker_end(&speaker);
-    put(SPAN("\n"));
-    if ((int64_t)ids->n == c->limit && !c->o->quiet)
+// What a reply is in the conversation: it ends before a stop string; where the marks of thinking
+// are control tokens, which are no text, the answer alone is kept.
+static Span chat_text(const Speaker *s) {
+    Parts p = speaker_parts(s, true);
+    Span whole = {s->reply.p, s->reply.n};
+    const char *found;
+    for (int i = 0; p.answer.p && i < s->o->n_stops; i++)
+        if ((found = span_find(p.answer, s->o->stops[i].p)))
+            p.answer.n = (size_t)(found - p.answer.p), whole.n = (size_t)(found - whole.p);
+    return s->t->think[0] || !p.thought.p ? p.answer : whole;
+}
+
+static void chat_reply(Chat *c) {
+    Speaker s = speaker_new(c->o, c->m, c->form.t);
+    str_add(&s.reply, think_mark(s.t, 0), s.seed = c->seed);
+    speak(c->s, &c->sampler, &s, &c->ids, c->limit, &c->stats);
+    speaker_end(&s);
+    if ((int64_t)c->ids.n == c->limit && !c->o->quiet)
         warn_line("context full (%d positions): the reply ends here", c->limit);
-    if (interrupted && !reply.n) str_free(&c->talk.p[--c->talk.n].text); // as if it was not asked
-    else message_add(&c->talk, REPLY, (Span){reply.p, reply.n});
-    str_free(&reply);
+    if (interrupted && s.reply.n == s.seed) messages_drop(&c->talk, c->talk.n - 1, 1); // not asked
+    else message_add(&c->talk, REPLY, chat_text(&s));
+    speaker_free(&s);
 }
 
 static int cmd_chat(const Options *o, const Model *m) {
     Chat c = {.o = o, .m = m};
     Str notes = {0}, line = {0};
-    c.form = o->template ? template_named(o->template) : template_find(m, &notes);
-    if (notes.n && !o->quiet) warn_lines(&notes);
+    c.form = form_find(m, o->template, o->think, o->date, &notes);
+    if (!o->quiet) warn_lines(&notes);
     int64_t context = context_size(o, m, MAX(o->steps, 0));
     c.limit = (int)MIN(o->steps > 0 ? MIN(o->steps, context) : context, MAX_POSITIONS);
     c.s = start_session(o, m, c.limit, 1);
-    c.sampler = start_sampler(o, c.s);
+    c.sampler = start_sampler(o, c.s, true);
     if (o->system) message_add(&c.talk, SYSTEM, (Span){o->system, strlen(o->system)});
     bool terminal = isatty(fileno(stdin)), first = o->input || o->file;
     if (first) line = read_input(o);
-    Ids ids = {0};
     for (;; first = false) {
         if (!first && terminal) put(SPAN("User: "));
         if (!first && !read_line(&line, terminal)) break;
         interrupt_arm();
         if (span_trim((Span){line.p, line.n}).n == 0) continue;
         message_add(&c.talk, USER, (Span){line.p, line.n});
-        if (!chat_prompt(&c, &ids)) { str_free(&c.talk.p[--c.talk.n].text); continue; }
-        if (o->show_prompt) show_prompt(&m->vocab, &ids);
+        if (!chat_prompt(&c)) { messages_drop(&c.talk, c.talk.n - 1, 1); continue; }
+        if (o->show_prompt) show_prompt(&m->vocab, &c.ids);
         if (terminal) put(SPAN("Assistant: "));
-        chat_reply(&c, &ids);
+        chat_reply(&c);
         if (interrupted) interrupt_arm();
     }
     if (terminal) put(SPAN("\n"));
     if (!o->quiet && c.stats.reply) stats_print(&c.stats, m);
-    session_free(c.s), conversation_free(&c.talk);
-    free(c.sampler.list), free(ids.p), str_free(&line), str_free(&notes);
+    session_free(c.s), messages_drop(&c.talk, 0, c.talk.n), str_free(&c.form.preset);
+    free(c.talk.p), free(c.sampler.list), free(c.ids.p), str_free(&line), str_free(&notes);
     return interrupted ? 130 : 0;
 }
 
 // ---- tokenize
-// A token's text on one line: control characters and the backslash as escapes.
-static void add_escaped(Str *out, Span s) {
-    for (size_t i = 0; i < s.n; i++) {
-        unsigned char c = (unsigned char)s.p[i];
-        if (c == '\n') str_printf(out, "\\n");
-        else if (c == '\\') str_printf(out, "\\\\");
-        else if (c < 32 || c == 127) str_printf(out, "\\x%02x", c);
-        else str_add(out, s.p + i, 1);
-    }
-}
-
 static int cmd_tokenize(const Options *o, const Model *m) {
     Ids ids = input_ids(o, m);
     Str out = {0}, name = {0};
@@ -5034,15 +5343,13 @@ static int cmd_tokenize(const Options *o, const Model *m) {
         str_add(&out, "\n", 1);
     }
     if (!o->pieces) str_add(&out, "\n", 1);
-    put_clean(&out);
+    print_clean(stdout, &out);
     str_free(&out), str_free(&name), free(ids.p);
     return 0;
 }
 
 // ---- score
 typedef struct { int64_t n; double sum, squares; } Score;
-
-static void score_add(Score *t, double nll) { t->n++, t->sum += nll, t->squares += nll * nll; }
 
 // Negative log of the probability that logits (n) give to id; the logits are used up.
 static double score_nll(const VecOps *ops, float *logits, int n, int id) {
@@ -5062,10 +5369,11 @@ static void score_piece(Session *s, const int *ids, int n, int from, Score *t, F
         float *logits = session_feed(s, ids + done, step, WANT_ALL);
         if (dump && fwrite(logits, sizeof *logits * vocab, (size_t)step, dump) != (size_t)step)
             die("--logits: cannot write: %s", strerror(errno));
-        for (int i = 0; i < step; i++)
-            if (done + i >= from && done + i + 1 < n)
-                score_add(t, score_nll(&vec_ops[s->team.isa], logits + (size_t)i * vocab,
-                                       (int)vocab, ids[done + i + 1]));
+        for (int i = MAX(from - done, 0); i < step && done + i + 1 < n; i++) {
+            double nll = score_nll(&vec_ops[s->team.isa], logits + (size_t)i * vocab, (int)vocab,
+                                   ids[done + i + 1]);
+            t->n++, t->sum += nll, t->squares += nll * nll;
+        }
         done += step;
     }
 }
@@ -5089,69 +5397,52 @@ static int cmd_score(const Options *o, const Model *m) {
     for (size_t at = 0; pieces && at + (size_t)context <= ids.n && !interrupted;
          at += (size_t)context) {
         // as llama.cpp's perplexity tool: BOS in the place of the first, the second half counts
-        int first = ids.p[at];
         if (m->vocab.add_bos && m->vocab.bos >= 0 && !o->no_bos && !o->ids)
             ids.p[at] = m->vocab.bos;
         score_piece(s, ids.p + at, (int)context, (int)(context / 2), &t, NULL);
-        ids.p[at] = first;
-        if (!o->quiet && isatty(fileno(stderr)))
+        if (shows_progress(o))
             fprintf(stderr, "\r%zu of %zu tokens, perplexity %.4f", at + (size_t)context, ids.n,
                     exp(t.sum / (double)MAX(t.n, 1)));
     }
-    if (pieces && !o->quiet && isatty(fileno(stderr))) fprintf(stderr, "\n");
+    if (pieces && shows_progress(o)) fprintf(stderr, "\n");
     if (dump && fclose(dump)) die("%s: cannot write: %s", o->logits, strerror(errno));
-    if (!interrupted) {
-        double nll = t.sum / (double)t.n, variance = MAX(t.squares / (double)t.n - nll * nll, 0);
-        double error = t.n > 1 ? exp(nll) * sqrt(variance / (double)(t.n - 1)) : 0;
-        Str line = {0};
-        str_printf(&line, "tokens %" PRId64 " nll %.5f ppl %.5f error %.5f\n", t.n, nll, exp(nll),
-                   error);
-        put((Span){line.p, line.n});
-        str_free(&line);
-    }
+    double nll = t.sum / (double)t.n, variance = MAX(t.squares / (double)t.n - nll * nll, 0);
+    double error = t.n > 1 ? exp(nll) * sqrt(variance / (double)(t.n - 1)) : 0;
+    if (!interrupted)
+        fprintf(stdout, "tokens %" PRId64 " nll %.5f ppl %.5f error %.5f\n", t.n, nll, exp(nll),
+                error);
     session_free(s), free(ids.p);
     return interrupted ? 130 : 0;
 }
 
 // ---- bench
-static void bench_line(const Session *s, const char *phase, int tokens, int depth, double seconds,
-                       double bytes) {
-    Str line = {0};
-    str_printf(&line, "%s,%d,%d,%d,%.2f,%.2f\n", phase, tokens, depth, s->team.n,
-               rate(tokens, seconds), rate(bytes, seconds) / 1e9);
-    put((Span){line.p, line.n});
-    str_free(&line);
-}
-
 static int cmd_bench(const Options *o, const Model *m) {
-    enum { PREFILL = 512, DECODE = 64 };
-    static const int depths[] = {0, 512, 4096};
-    int64_t most = MIN(m->config.seq_len, depths[2] + DECODE);
+    static const struct { const char *phase; int tokens, depth; } phases[] = {
+        {"prefill", 512, 0}, {"decode", 64, 0}, {"decode", 64, 512}, {"decode", 64, 4096}};
+    int64_t most = MIN(m->config.seq_len, 4096 + 64);
     int64_t room = o->context != UNSET ? context_size(o, m, 0) : most;
     Session *s = start_session(o, m, room, 1);
     uint64_t rng = 42;
-    int *ids = xalloc((size_t)room, sizeof *ids), prefill = (int)MIN(PREFILL, room);
+    int *ids = xalloc((size_t)room, sizeof *ids);
     for (int64_t i = 0; i < room; i++)
         ids[i] = (int)(rng_next(&rng) % (uint32_t)m->config.vocab_size);
-    session_sync(s, ids, MIN(8, prefill), false); // first touch of the weights is not timed
-    s->n_tokens = 0;
+    session_sync(s, ids, (int)MIN(8, room), false); // first touch of the weights is not timed
     put(SPAN("phase,tokens,depth,threads,tokens_per_s,gb_per_s\n"));
-    double start = now();
-    session_sync(s, ids, prefill, false);
-    if (!interrupted)
-        bench_line(s, "prefill", prefill, 0, now() - start,
-                   (double)m->weight_bytes * ((prefill + s->chunk - 1) / s->chunk));
-    double cache = (double)cache_bytes_per_token(m, s->half);
-    for (int d = 0; d < COUNT(depths) && depths[d] < room && !interrupted; d++) {
-        int tokens = (int)MIN(DECODE, room - depths[d]);
-        s->n_tokens = MIN(s->n_tokens, depths[d]);
-        if (depths[d]) session_sync(s, ids, depths[d], false);
-        start = now();
-        for (int i = 0; i < tokens && !interrupted; i++)
-            session_feed(s, ids + depths[d] + i, 1, WANT_LAST);
-        if (!interrupted)
-            bench_line(s, "decode", tokens, depths[d], now() - start,
-                       tokens * ((double)m->weight_bytes + cache * (depths[d] + tokens / 2.0)));
+    for (int i = 0; i < COUNT(phases) && phases[i].depth < room && !interrupted; i++) {
+        int depth = phases[i].depth, n = (int)MIN(phases[i].tokens, room - depth);
+        int step = i ? 1 : s->chunk, passes = (n + step - 1) / step;
+        s->n_tokens = MIN(s->n_tokens, depth);
+        if (depth) session_sync(s, ids, depth, false);
+        double start = now(), cache = i ? (double)cache_bytes_per_token(m, s->half) : 0;
+        for (int at = 0; at < n && !interrupted; at += step)
+            session_feed(s, ids + depth + at, MIN(step, n - at),
+                         at + step < n && !i ? WANT_NONE : WANT_LAST);
+        double seconds = now() - start;
+        double bytes = passes * ((double)m->weight_bytes + cache * (depth + n / 2.0));
+        if (interrupted) break;
+        fprintf(stdout, "%s,%d,%d,%d,%.2f,%.2f\n", phases[i].phase, n, depth, s->team.n,
+                rate(n, seconds), rate(bytes, seconds) / 1e9);
+        out_flush();
     }
     session_free(s), free(ids);
     return interrupted ? 130 : 0;
@@ -5164,38 +5455,27 @@ static void info_text(Str *out, const char *key, Span value) { // no value can f
     str_add(out, "\n", 1);
 }
 
-static void info_sizes(Str *out, int64_t layers, int64_t width, int64_t hidden, int64_t heads,
-                       int64_t kv_heads, int64_t head_size, int64_t context, bool half) {
-    str_printf(out,
-               "layers: %" PRId64 "\nwidth: %" PRId64 "\nhidden: %" PRId64 "\nheads: %" PRId64
-               "\nkv_heads: %" PRId64 "\nhead_size: %" PRId64 "\ncontext: %" PRId64 "\n",
-               layers, width, hidden, heads, kv_heads, head_size, context);
-    str_printf(out, "cache_bytes_per_token: %.0f\n",
-               2.0 * (double)layers * (double)kv_heads * (double)head_size * (half ? 2 : 4));
-}
+enum { SIZE_LAYERS, SIZE_WIDTH, SIZE_HIDDEN, SIZE_HEADS, SIZE_KV_HEADS, SIZE_HEAD, SIZE_CONTEXT,
+       N_SIZES };
+static const struct { const char *name, *key; } info_sizes[N_SIZES] = {
+    {"layers", ".block_count"}, {"width", ".embedding_length"}, {"hidden", ".feed_forward_length"},
+    {"heads", ".attention.head_count"}, {"kv_heads", ".attention.head_count_kv"},
+    {"head_size", ".attention.key_length"}, {"context", ".context_length"},
+};
 
-static void info_bin(const Model *m, Str *out) {
+static void info_bin(const Model *m, Str *out, int64_t *size) {
     const Config *c = &m->config;
+    const int64_t known[N_SIZES] = {c->n_layers, c->dim, c->hidden_dim, c->n_heads, c->n_kv_heads,
+                                    c->head_size, c->seq_len};
+    memcpy(size, known, sizeof known);
     int64_t kv = (int64_t)c->n_kv_heads * c->head_size;
     int64_t layer = (int64_t)c->dim * (2 + 2LL * c->dim + 2 * kv + 3LL * c->hidden_dim);
     str_printf(out, "parameters: %" PRId64 "\ntypes: %s\n",
                c->n_layers * layer + c->dim + (int64_t)c->dim * c->vocab_size * (m->tied ? 1 : 2),
                m->version == 2 ? "int8" : "f32");
-    info_sizes(out, c->n_layers, c->dim, c->hidden_dim, c->n_heads, c->n_kv_heads, c->head_size,
-               c->seq_len, m->version == 2);
-    str_printf(out, "vocabulary: %d\nbos: 1\nstops: 1 <s>\n", c->vocab_size);
 }
 
-static int64_t info_size(const Gguf *g, const char *key,
-                         int64_t missing) { // of several, the largest
-    const GgufValue *v = gguf_find(g, key);
-    int64_t most = missing, n;
-    for (uint64_t i = 0; v && i < v->count && gguf_element(g, v, i, &n); i++)
-        most = i ? MAX(most, n) : n;
-    return most;
-}
-
-static void info_gguf(const Gguf *g, Str *out) {
+static bool info_gguf(const Gguf *g, Str *out, int64_t *size) { // is its cache f16 by default?
     int64_t count[COUNT(formats) + 1] = {0}, parameters = 0;
     bool half = false, untied = map_find(&g->name_map, g->names, SPAN("output.weight")) >= 0;
     for (int i = 0; i < g->n_tensors; i++) {
@@ -5211,71 +5491,56 @@ static void info_gguf(const Gguf *g, Str *out) {
             str_printf(out, " %s %" PRId64, i < COUNT(formats) ? formats[i].name : "unknown",
                        count[i]);
     str_printf(out, "\n");
-    #define SIZE(name, missing) info_size(g, "." name, missing)
-    int64_t width = SIZE("embedding_length", 0), heads = SIZE("attention.head_count", 0);
-    if (!width) return;                 // a vocabulary alone
-    info_sizes(out, SIZE("block_count", 0), width, SIZE("feed_forward_length", 0), heads,
-               SIZE("attention.head_count_kv", heads),
-               SIZE("attention.key_length", width / MAX(heads, 1)), SIZE("context_length", 0),
-               half);
-#undef SIZE
-}
-
-static void info_vocab(const Model *m, Str *out) {
-    const Vocab *v = &m->vocab;
-    str_printf(out, "vocabulary: %d\nbos: %d%s\nstops:", v->size, v->bos,
-               v->add_bos ? "" : " (not added)");
-    Str stops = {0};
-    for (int i = 0; i < v->size; i++)
-        if (v->stop[i]) str_printf(&stops, " %d ", i), tok_name(v, i, &stops);
-    add_escaped(out, (Span){stops.p, stops.n});
-    str_add(out, "\n", 1), str_free(&stops);
-}
-
-static void info_sampling(const Gguf *g, Str *out) {
-    static const char *const names[] = {"temp", "top_k", "top_p", "min_p", "penalty_repeat"};
-    str_printf(out, "sampling:");
-    size_t none = out->n;
-    for (int i = 0; i < COUNT(names); i++) {
-        char key[64];
-        snprintf(key, sizeof key, "general.sampling.%s", names[i]);
-        const GgufValue *v = gguf_find(g, key);
+    for (int k = 0; k < N_SIZES; k++) { // of several, one a layer, the largest
+        const GgufValue *v = gguf_find(g, info_sizes[k].key);
         int64_t n;
-        if (!v || v->array) continue;
-        if (v->type == GGUF_F32)
-            str_printf(out, " %s %g", names[i], (double)f32_at(g->r->base + v->at));
-        else if (gguf_element(g, v, 0, &n)) str_printf(out, " %s %" PRId64, names[i], n);
+        if (!v && k == SIZE_KV_HEADS) size[k] = size[SIZE_HEADS];
+        if (!v && k == SIZE_HEAD) size[k] = size[SIZE_WIDTH] / MAX(size[SIZE_HEADS], 1);
+        for (uint64_t i = 0; v && i < v->count && gguf_element(g, v, i, &n); i++)
+            size[k] = i ? MAX(size[k], n) : n;
     }
-    str_printf(out, out->n == none ? " none stated\n" : "\n");
-}
-
-static void model_info(const Model *m, Str *out) {
-    const Gguf *g = m->gguf;
-    str_printf(out, "format: %s %d\n", g ? "GGUF" : ".bin version", m->version);
-    info_text(out, "family", g ? gguf_string(g, "general.architecture") : SPAN("llama"));
-    info_text(out, "name", g ? gguf_string(g, "general.name") : (Span){"", 0});
-    str_printf(out, "file_bytes: %zu\n", m->file.size);
-    if (!g) info_bin(m, out);
-    else info_gguf(g, out);
-    if (m->vocab.size) info_vocab(m, out);
-    if (!g) str_printf(out, "template: llama2\npre:\nsampling: none stated\n");
-    else {
-        Str unknown = {0};
-        const char *name = template_find(m, &unknown)->name;
-        if (unknown.n) name = "unknown";
-        str_printf(out, "template: %s\n", m->chat_template.n ? name : "none");
-        str_free(&unknown);
-        info_text(out, "pre", gguf_string(g, "tokenizer.ggml.pre"));
-        info_sampling(g, out);
-    }
+    return half;
 }
 
 static int cmd_info(const Options *o, const Model *m) {
     (void)o;
-    Str out = {0};
-    model_info(m, &out);
-    put_clean(&out);
-    str_free(&out);
+    Str out = {0}, stops = {0};
+    const Gguf *g = m->gguf;
+    const Vocab *v = &m->vocab;
+    int64_t size[N_SIZES] = {0};
+    bool half = m->version == 2;        // of a .bin
+    str_printf(&out, "format: %s %d\n", g ? "GGUF" : ".bin version", m->version);
+    info_text(&out, "family", g ? gguf_string(g, "general.architecture") : SPAN("llama"));
+    info_text(&out, "name", g ? gguf_string(g, "general.name") : (Span){"", 0});
+    str_printf(&out, "file_bytes: %zu\n", m->file.size);
+    if (g) half = info_gguf(g, &out, size);
+    else info_bin(m, &out, size);
+    for (int i = 0; i < N_SIZES && size[SIZE_WIDTH]; i++) // else a vocabulary alone
+        str_printf(&out, "%s: %" PRId64 "\n", info_sizes[i].name, size[i]);
+    if (size[SIZE_WIDTH])
+        str_printf(&out, "cache_bytes_per_token: %.0f\n",
+                   (half ? 4.0 : 8.0) * (double)size[SIZE_LAYERS] * (double)size[SIZE_KV_HEADS]
+                       * (double)size[SIZE_HEAD]);
+    for (int i = 0; i < v->size; i++)
+        if (v->stop[i]) str_printf(&stops, stops.n ? " %d " : "%d ", i), tok_name(v, i, &stops);
+    if (!g) str_printf(&out, "vocabulary: %d\nbos: 1\nstops: 1 <s>\n", m->config.vocab_size);
+    else if (v->size) {
+        const char *added = v->add_bos ? "" : " (not added)";
+        str_printf(&out, "vocabulary: %d\nbos: %d%s\n", v->size, v->bos, added);
+        info_text(&out, "stops", (Span){stops.p, stops.n});
+    }
+    const Template *t = g ? template_find(m->chat_template) : template_named("llama2");
+    str_printf(&out, "template: %s\n", t ? t->name : m->chat_template.n ? "unknown" : "none");
+    info_text(&out, "pre", g ? gguf_string(g, "tokenizer.ggml.pre") : (Span){"", 0});
+    str_printf(&out, "sampling:");
+    size_t none = out.n;
+    for (int i = 0; i < N_SAMPLING; i++)
+        if (!isnan(sampling_stated(g, i)))
+            str_printf(&out, " %s %g", sampling[i].key, sampling_stated(g, i));
+    str_printf(&out, out.n == none ? " none stated\n"
+                                   : " (in a chat where no sampling option is given)\n");
+    print_clean(stdout, &out);
+    str_free(&out), str_free(&stops);
     return 0;
 }
 /* ------------------------------------------------------------------------------------------------
@@ -5285,55 +5550,47 @@ static int cmd_info(const Options *o, const Model *m) {
  * is new has a long name. Numbers are read whole, an unknown option is named, and wrong usage ends
  * with status 2.
  */
-enum { OPT_FLAG, OPT_INT, OPT_FLOAT, OPT_TEXT, OPT_TEXTS };
+enum { OPT_FLAG, OPT_INT, OPT_COUNT, OPT_FLOAT, OPT_TEXT, OPT_TEXTS, OPT_WORD };
 
 /* To add an option: a field in Options (chapter 13), a row here, its use. To add a mode: a cmd_
  * function in chapter 13 and a row in modes[]. */
 typedef struct {
     char letter;                        // 0: long name only
     const char *name;
-    int kind;
+    int kind;                           // OPT_COUNT: a whole number kept as a double
     size_t at;                          // place in Options
-    const char *arg, *help;
+    const char *arg, *help;             // OPT_WORD: arg lists the words, kept as 1, 2, ...
 } Opt;
 
 #define AT(field) offsetof(Options, field)
+#define DRAW(i) (AT(sampling) + (size_t)(i) * sizeof(double))
 static const Opt opts[] = {
-    {'m', "mode", OPT_TEXT, AT(mode), "MODE",
-     "generate (default), chat, tokenize, score, bench, info"},
-    {'i', "input", OPT_TEXT, AT(input), "TEXT",
-     "prompt, first message of a chat, text to tokenize or score"},
+    {'m', "mode", OPT_TEXT, AT(mode), "MODE", "generate, chat, tokenize, score, bench, info"},
+    {'i', "input", OPT_TEXT, AT(input), "TEXT", "prompt, first message, text to tokenize or score"},
     {'f', "file", OPT_TEXT, AT(file), "FILE", "the same from a file, - is stdin"},
-    {'e', "escapes", OPT_FLAG, AT(escapes), NULL,
-     "\\n, \\t, \\xHH and friends in -i mean what they mean in C"},
-    {'n', "steps", OPT_INT, AT(steps), "N",
-     "positions, prompt included (256; 0: the whole context; chat: 0)"},
-    {'t', "temperature", OPT_FLOAT, AT(temperature), "X", "0 is greedy; default 1.0"},
-    {'p', "top-p", OPT_FLOAT, AT(top_p), "X",
-     "keep the likeliest that sum to X; 0 or 1 is off; default 0.9"},
-    {0, "top-k", OPT_INT, AT(top_k), "N", "keep the N likeliest; 0 is off"},
-    {0, "min-p", OPT_FLOAT, AT(min_p), "X",
-     "keep what has X of the best one's probability; 0 is off"},
-    {0, "repeat-penalty", OPT_FLOAT, AT(repeat_penalty), "X",
-     "weaken the last 64 tokens; 0 or 1 is off"},
+    {'e', "escapes", OPT_FLAG, AT(escapes), NULL, "in -i, \\n, \\t, \\xHH ... are C's escapes"},
+    {'n', "steps", OPT_INT, AT(steps), "N", "positions with the prompt (256; 0, chat: context)"},
+    {'t', "temperature", OPT_FLOAT, DRAW(TEMPERATURE), "X", "0 is greedy; default 1.0"},
+    {'p', "top-p", OPT_FLOAT, DRAW(TOP_P), "X", "the likeliest up to a sum of X (0.9; 0, 1: off)"},
+    {0, "top-k", OPT_COUNT, DRAW(TOP_K), "N", "keep the N likeliest; 0 here, below: off"},
+    {0, "min-p", OPT_FLOAT, DRAW(MIN_P), "X", "keep what has X of the best's probability"},
+    {0, "repeat-penalty", OPT_FLOAT, DRAW(PENALTY), "X", "weaken the last 64 tokens"},
     {'s', "seed", OPT_INT, AT(seed), "N", "of the random numbers; 0 or less: from the clock"},
     {'y', "system", OPT_TEXT, AT(system), "TEXT", "system message of a chat; \"\" is an empty one"},
-    {0, "template", OPT_TEXT, AT(template), "NAME",
-     "force a chat form: smollm2 qwen2.5 chatml llama2 plain"},
+    {0, "template", OPT_TEXT, AT(template), "NAME", "force a chat form; `list` lists them"},
+    {0, "think", OPT_WORD, AT(think), "on|off|hide", "let a chat's model think, or think unseen"},
+    {0, "date", OPT_TEXT, AT(date), "YYYY-MM-DD", "the date that a chat form tells the model"},
     {0, "show-prompt", OPT_FLAG, AT(show_prompt), NULL, "print to stderr what the model is given"},
-    {0, "stop", OPT_TEXTS, AT(stops), "TEXT",
-     "end a reply before this text; may be given several times"},
+    {0, "stop", OPT_TEXTS, AT(stops), "TEXT", "end a reply before this text; several may be given"},
     {0, "no-echo", OPT_FLAG, AT(no_echo), NULL, "do not repeat the prompt"},
-    {'z', "tokenizer", OPT_TEXT, AT(tokenizer), "FILE",
-     "vocabulary of a .bin (else STEM.tokenizer.bin or tokenizer.bin)"},
+    {'z', "tokenizer", OPT_TEXT, AT(tokenizer), "FILE", "vocabulary of a .bin (if not beside it)"},
     {0, "ids", OPT_FLAG, AT(ids), NULL, "the input is token ids; nothing is added to them"},
     {0, "no-bos", OPT_FLAG, AT(no_bos), NULL, "no BOS before the text"},
     {0, "special", OPT_FLAG, AT(special), NULL, "control tokens written in the text count"},
     {0, "pieces", OPT_FLAG, AT(pieces), NULL, "tokenize: one line a token, id and piece"},
     {0, "logits", OPT_TEXT, AT(logits), "FILE", "score: write every position's logits, float32"},
-    {'c', "context", OPT_INT, AT(context), "N",
-     "positions the cache holds (the file's context, at most 4096)"},
-    {0, "kv", OPT_TEXT, AT(kv), "TYPE", "cache in f32 or f16 (f32 where the weights are f32)"},
+    {'c', "context", OPT_INT, AT(context), "N", "positions of the cache (the file's, up to 4096)"},
+    {0, "kv", OPT_WORD, AT(kv), "f32|f16", "the cache's type (f32 where the weights are f32)"},
     {0, "threads", OPT_INT, AT(threads), "N", "default: one a core"},
     {0, "chunk", OPT_INT, AT(chunk), "N", "rows of a prompt read in one pass (128)"},
     {'q', "quiet", OPT_FLAG, AT(quiet), NULL, "nothing on stderr but errors"},
@@ -5368,16 +5625,33 @@ static void usage(FILE *f) {
 
 #define die_usage(...) (say("error: ", __VA_ARGS__), exit(2))
 
+// The word's place in a list of words between bars, from 1 on; 0 if it is none of them.
+static int word_index(const char *list, const char *word) {
+    for (int i = 1;; i++) {
+        size_t n = strcspn(list, "|");
+        if (span_is((Span){list, n}, word)) return i;
+        if (!list[n]) return 0;
+        list += n + 1;
+    }
+}
+
 static void opt_set(Options *o, const Opt *opt, const char *value) {
-    char *field = (char *)o + opt->at, *end;
+    char *field = (char *)o + opt->at, *end = NULL;
+    int64_t whole = 0;
     errno = 0;
-    if (opt->kind == OPT_FLAG) *(bool *)field = true;
-    else if (opt->kind == OPT_TEXT) *(const char **)field = value;
-    else if (opt->kind == OPT_TEXTS) o->stops[o->n_stops++] = (Span){value, strlen(value)};
-    else if (opt->kind == OPT_INT) {
-        *(int64_t *)field = strtoll(value, &end, 10);
+    if (opt->kind == OPT_INT || opt->kind == OPT_COUNT) {
+        whole = strtoll(value, &end, 10);
         if (end == value || *end || errno)
             die_usage("--%s: `%s` is not a whole number", opt->name, value);
+    }
+    if (opt->kind == OPT_FLAG) *(bool *)field = true;
+    else if (opt->kind == OPT_INT) *(int64_t *)field = whole;
+    else if (opt->kind == OPT_COUNT) *(double *)field = (double)MAX(whole, 0);
+    else if (opt->kind == OPT_TEXT) *(const char **)field = value;
+    else if (opt->kind == OPT_TEXTS) o->stops[o->n_stops++] = (Span){value, strlen(value)};
+    else if (opt->kind == OPT_WORD) {
+        *(int *)field = word_index(opt->arg, value);
+        if (!*(int *)field) die_usage("--%s: `%s`, expected %s", opt->name, value, opt->arg);
     } else {
         *(double *)field = strtod(value, &end);
         if (end == value || *end || !isfinite(*(double *)field))
@@ -5405,20 +5679,35 @@ static void opts_parse(Options *o, int argc, char **argv) {
     }
 }
 
-static void stdout_check(void) { // what was printed must have arrived
-    if (fflush(stdout) || ferror(stdout)) die("cannot write: %s", strerror(errno));
+// What can be wrong with values that are numbers and words.
+static void opts_check(Options *o) {
+    struct tm date;
+    Str names = {0};
+    for (int i = 0; i < COUNT(templates); i++) str_printf(&names, " %s", templates[i].name);
+    if (o->template && !template_named(o->template))
+        die_usage("--template: `%s`, expected one of%s", o->template, names.p);
+    str_free(&names);
+    if (o->date && !date_parse(o->date, &date))
+        die_usage("--date: `%s`, expected a day as YYYY-MM-DD", o->date);
+    if (o->context != UNSET && o->context < 1)
+        die_usage("--context: %" PRId64 ", expected 1 or more", o->context);
+    if (o->input && o->file) die_usage("both -i and -f are given: one input at a time");
+    double *temperature = &o->sampling[TEMPERATURE], *top_p = &o->sampling[TOP_P];
+    if (*temperature < 0) *temperature = 0;
+    if (*top_p < 0 || *top_p > 1) *top_p = sampling[TOP_P].usual; // as llama2.c
+    for (int k = 0; k < COUNT(opts); k++) // the options of sampling by their place
+        for (int i = 0; i < N_SAMPLING; i++)
+            if (opts[k].at == DRAW(i) && !isnan(o->sampling[i])
+                && !sampling_fits(i, o->sampling[i]))
+                die_usage("--%s: %g, expected 0%s to %g", opts[k].name, o->sampling[i],
+                          i == PENALTY ? ", or 0.01" : "", sampling[i].most);
 }
 
 static int run(int argc, char **argv) {
     Options o = {
         .mode = "generate",
-        .temperature = 1.0,
-        .top_p = 0.9,
-        .seed = 0,
-        .steps = UNSET,
-        .threads = UNSET,
-        .chunk = UNSET,
-        .context = UNSET,
+        .sampling = {NAN, NAN, NAN, NAN, NAN},
+        .steps = UNSET, .threads = UNSET, .chunk = UNSET, .context = UNSET,
         .stops = xalloc((size_t)argc, sizeof(Span)),
     };
     opts_parse(&o, argc, argv);
@@ -5427,30 +5716,19 @@ static int run(int argc, char **argv) {
     if (o.help) usage(stdout);
     else if (o.version) fprintf(stdout, "run.c %s\n", VERSION);
     else if (!o.model) usage(stderr);
-    stdout_check();
+    out_flush();
     if (o.help || o.version || !o.model) return o.help || o.version ? 0 : 2;
     if (mode == COUNT(modes))
         die_usage("--mode: `%s`, expected generate, chat, tokenize, score, bench or info", o.mode);
-    if (o.kv && strcmp(o.kv, "f32") && strcmp(o.kv, "f16"))
-        die_usage("--kv: `%s`, expected f32 or f16", o.kv);
-    if (o.context != UNSET && o.context < 1)
-        die_usage("--context: %" PRId64 ", expected 1 or more", o.context);
-    if (o.template && !template_named(o.template))
-        die_usage("--template: `%s`, which is not known", o.template);
-    if (o.input && o.file) die_usage("both -i and -f are given: one input at a time");
-    if (o.temperature > 1e6) die_usage("--temperature: %g, expected 0 to 1000000", o.temperature);
-    if (o.min_p < 0 || o.min_p > 1) die_usage("--min-p: %g, expected 0 to 1", o.min_p);
-    if (o.repeat_penalty && !(o.repeat_penalty >= 0.01 && o.repeat_penalty <= 100))
-        die_usage("--repeat-penalty: %g, expected 0, or 0.01 to 100", o.repeat_penalty);
-    if (o.top_p < 0 || o.top_p > 1) o.top_p = 0.9;          // as llama2.c
+    opts_check(&o);
     signal(SIGPIPE, SIG_IGN);
     interrupt_arm();
     Model m = {0};
     model_open(&m, file_map(o.model), o.tokenizer, modes[mode].need);
     if (o.tokenizer && m.gguf && !o.quiet) warn_line("-z: a GGUF brings its own vocabulary");
-    if (m.warnings.n && !o.quiet) warn_lines(&m.warnings);
+    if (!o.quiet) warn_lines(&m.warnings);
     int status = modes[mode].run(&o, &m);
-    stdout_check();
+    out_flush();
     model_close(&m), free(o.stops);
     return status;
 }
