@@ -289,6 +289,8 @@ static void rd_check(const Reader *r) { // dies if anything went wrong
 }
 
 // ---- files, clock, Ctrl-C, cores: the only platform code
+enum { MAX_THREADS = 256 };
+
 // Read-only and in place, kept for the life of the process.
 static Reader file_map(const char *name) {
     int fd = open(name, O_RDONLY | O_CLOEXEC | O_NONBLOCK); // a pipe must not block
@@ -346,17 +348,26 @@ static int64_t memory_size(void) { // bytes of the machine's memory, as far as i
     return INT64_MAX;
 }
 
-static int core_count(void) { // that this process may use
+// Cores that this process may use. Two threads on one core share its arithmetic: they count as one.
+static int core_count(void) {
+    int cpus = 1, cores = 0;
 #ifdef _OPENMP
-    return omp_get_num_procs();
-#else
-    return 1;
+    cpus = omp_get_num_procs();
 #endif
+    for (int i = 0; cpus > 1 && i < 4 * MAX_THREADS; i++) { // Linux says so, others do not
+        char name[80];
+        snprintf(name, sizeof name, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
+                 i);
+        FILE *f = fopen(name, "r");
+        int first;
+        if (f && fscanf(f, "%d", &first) == 1 && first == i) cores++;
+        if (f) fclose(f);
+        else break;
+    }
+    return cores ? MIN(cores, cpus) : cpus;
 }
 
 // ---- Team: threads that walk the same code together
-enum { MAX_THREADS = 256 };
-
 typedef struct {
     int n;                              // threads in the team
     int isa;                            // instruction set of the kernels, chapter 2
@@ -846,7 +857,8 @@ static void fifth_bits_c(const uint8_t *bits, V32 *u) {
 static void sums_c(const V32 *u, int n, const int16_t *q, V8i s[2]) {
     s[0] = s[1] = (V8i){0};
     for (int k = 0; k < 32 * n; k++)
-        s[k % 32 / 16][k / 32] += ((const uint8_t *)u)[k] * q[k / 32 * 32 + k % 2 * 16 + k % 32 / 2];
+        s[k % 32 / 16][k / 32] += ((const uint8_t *)u)[k]
+                                  * q[k / 32 * 32 + k % 2 * 16 + k % 32 / 2];
 }
 
 static void pack_c(const V8i v[4], int16_t *q, int32_t sum[2]) {
@@ -1000,8 +1012,8 @@ INLINE void lanes_step(const Simd *v, const V8f *dx, const V8f *scale, const V8i
 }
 
 // The n <= 8 blocks of a group times a column: lane i takes its steps for block i at q
-INLINE void group_step(const Simd *v, const Format *f, int scales, int minima, const Group *g, int n,
-                       const Acts *x, int64_t column, int64_t j, V8f *lanes) {
+INLINE void group_step(const Simd *v, const Format *f, int scales, int minima, const Group *g,
+                       int n, const Acts *x, int64_t column, int64_t j, V8f *lanes) {
     V8i s[2], halves[2], both;
     V8f dx;
     const int32_t *sum = x->sum + 2 * column * x->ldb + j;
@@ -2066,14 +2078,15 @@ typedef struct {
     const char *name;                   // in a GGUF: blk.N.NAME
     size_t at; // place in Layer: a Tensor, or a float * where rows is NO_DIM
     int rows, cols;
-    enum { ANY_LAYER, DENSE_LAYER, EXPERT_LAYER } in; // the others do not have it
+    enum { ANY, DENSE, MOE } only; // the others do not have it
     int flags;                          // 0, or architectures without any of these do not have it
     bool optional;
     const char *fused;                  // some files hold all parts of this name as one matrix
 } Part;
 
-#define PART_MATRIX(name, field, rows, cols) name, offsetof(Layer, field), rows, cols
-#define PART_VECTOR(name, field, cols) name, offsetof(Layer, field), NO_DIM, cols
+#define PART_MATRIX(title, field, out, in)                                                         \
+    .name = title, .at = offsetof(Layer, field), .rows = out, .cols = in
+#define PART_VECTOR(title, field, size) PART_MATRIX(title, field, NO_DIM, size)
 enum { ATTN_NORM, WQ, WK, WV, WO, FFN_NORM, W1, W2, W3 }; // the order of .bin v0
 
 /* To add a part: a field in Layer, a row here, its use in chapter 6. */
@@ -2084,9 +2097,9 @@ static const Part parts[] = {
     [WV] = {PART_MATRIX("attn_v.weight", wv, KV_DIM, DIM), .fused = "attn_qkv.weight"},
     [WO] = {PART_MATRIX("attn_output.weight", wo, DIM, Q_DIM)},
     [FFN_NORM] = {PART_VECTOR("ffn_norm.weight", ffn_norm, DIM), .flags = NORM_FFN},
-    [W1] = {PART_MATRIX("ffn_gate.weight", w1, HIDDEN, DIM), DENSE_LAYER, .fused = "ffn_up.weight"},
-    [W2] = {PART_MATRIX("ffn_down.weight", w2, DIM, HIDDEN), DENSE_LAYER},
-    [W3] = {PART_MATRIX("ffn_up.weight", w3, HIDDEN, DIM), DENSE_LAYER, .fused = "ffn_up.weight"},
+    [W1] = {PART_MATRIX("ffn_gate.weight", w1, HIDDEN, DIM), .only = DENSE, .fused = "ffn_up.weight"},
+    [W2] = {PART_MATRIX("ffn_down.weight", w2, DIM, HIDDEN), .only = DENSE},
+    [W3] = {PART_MATRIX("ffn_up.weight", w3, HIDDEN, DIM), .only = DENSE, .fused = "ffn_up.weight"},
     {PART_VECTOR("post_attention_norm.weight", ffn_norm, DIM), .flags = NORM_FFN_MOVED},
     {PART_VECTOR("post_attention_norm.weight", attn_post, DIM), .flags = NORM_AFTER},
     {PART_VECTOR("post_ffw_norm.weight", ffn_post, DIM), .flags = NORM_AFTER},
@@ -2099,21 +2112,21 @@ static const Part parts[] = {
     {PART_VECTOR("attn_k.bias", bk, KV_DIM), .optional = true},
     {PART_VECTOR("attn_v.bias", bv, KV_DIM), .optional = true},
     {PART_VECTOR("attn_output.bias", bo, DIM), .optional = true},
-    {PART_VECTOR("ffn_gate.bias", b1, HIDDEN), DENSE_LAYER, .optional = true},
-    {PART_VECTOR("ffn_down.bias", b2, DIM), DENSE_LAYER, .optional = true},
-    {PART_VECTOR("ffn_up.bias", b3, HIDDEN), DENSE_LAYER, .optional = true},
-    {PART_MATRIX("ffn_gate_inp.weight", router, EXPERTS, DIM), EXPERT_LAYER},
-    {PART_MATRIX("ffn_gate_exps.weight", e1, ALL_EXPERT_DIM, DIM), EXPERT_LAYER},
-    {PART_MATRIX("ffn_down_exps.weight", e2, ALL_DIM, EXPERT_DIM), EXPERT_LAYER},
-    {PART_MATRIX("ffn_up_exps.weight", e3, ALL_EXPERT_DIM, DIM), EXPERT_LAYER},
-    {PART_VECTOR("ffn_gate_inp.bias", router_bias, EXPERTS), EXPERT_LAYER, .optional = true},
-    {PART_VECTOR("ffn_gate_exps.bias", be1, ALL_EXPERT_DIM), EXPERT_LAYER, .optional = true},
-    {PART_VECTOR("ffn_down_exps.bias", be2, ALL_DIM), EXPERT_LAYER, .optional = true},
-    {PART_VECTOR("ffn_up_exps.bias", be3, ALL_EXPERT_DIM), EXPERT_LAYER, .optional = true},
-    {PART_MATRIX("ffn_gate_shexp.weight", w1, HIDDEN, DIM), EXPERT_LAYER, SHARED},
-    {PART_MATRIX("ffn_down_shexp.weight", w2, DIM, HIDDEN), EXPERT_LAYER, SHARED},
-    {PART_MATRIX("ffn_up_shexp.weight", w3, HIDDEN, DIM), EXPERT_LAYER, SHARED},
-    {PART_VECTOR("ffn_gate_inp_shexp.weight", shared_gate, DIM), EXPERT_LAYER, SHARED},
+    {PART_VECTOR("ffn_gate.bias", b1, HIDDEN), .only = DENSE, .optional = true},
+    {PART_VECTOR("ffn_down.bias", b2, DIM), .only = DENSE, .optional = true},
+    {PART_VECTOR("ffn_up.bias", b3, HIDDEN), .only = DENSE, .optional = true},
+    {PART_MATRIX("ffn_gate_inp.weight", router, EXPERTS, DIM), .only = MOE},
+    {PART_MATRIX("ffn_gate_exps.weight", e1, ALL_EXPERT_DIM, DIM), .only = MOE},
+    {PART_MATRIX("ffn_down_exps.weight", e2, ALL_DIM, EXPERT_DIM), .only = MOE},
+    {PART_MATRIX("ffn_up_exps.weight", e3, ALL_EXPERT_DIM, DIM), .only = MOE},
+    {PART_VECTOR("ffn_gate_inp.bias", router_bias, EXPERTS), .only = MOE, .optional = true},
+    {PART_VECTOR("ffn_gate_exps.bias", be1, ALL_EXPERT_DIM), .only = MOE, .optional = true},
+    {PART_VECTOR("ffn_down_exps.bias", be2, ALL_DIM), .only = MOE, .optional = true},
+    {PART_VECTOR("ffn_up_exps.bias", be3, ALL_EXPERT_DIM), .only = MOE, .optional = true},
+    {PART_MATRIX("ffn_gate_shexp.weight", w1, HIDDEN, DIM), .only = MOE, .flags = SHARED},
+    {PART_MATRIX("ffn_down_shexp.weight", w2, DIM, HIDDEN), .only = MOE, .flags = SHARED},
+    {PART_MATRIX("ffn_up_shexp.weight", w3, HIDDEN, DIM), .only = MOE, .flags = SHARED},
+    {PART_VECTOR("ffn_gate_inp_shexp.weight", shared_gate, DIM), .only = MOE, .flags = SHARED},
 };
 
 static int64_t part_size(const Model *m, const Layer *l, int what) {
@@ -2135,7 +2148,7 @@ static int64_t part_size(const Model *m, const Layer *l, int what) {
 
 static bool part_exists(const Model *m, const Layer *l, const Part *p) {
     if (p->flags && !(m->config.arch->flags & p->flags)) return false;
-    return p->in == ANY_LAYER || (p->in == EXPERT_LAYER) == (l->n_experts > 0);
+    return p->only == ANY || (p->only == MOE) == (l->n_experts > 0);
 }
 
 // A copy of a one-row tensor as floats, (cols).
