@@ -158,6 +158,13 @@ static Str unhex(Span hex) { // "." is the empty text
 
 static int number(Span w) { return (int)strtol(w.p, NULL, 10); }
 
+static void *aligned_memory(size_t bytes) { // 64-byte aligned
+    size_t rounded = (bytes + 127) / 64 * 64;
+    void *p = aligned_alloc(64, rounded);
+    if (!p) die("out of memory: %zu bytes", rounded);
+    return memset(p, 0, rounded);
+}
+
 // ---- reference models
 /* tests/NAME.ref: line 1 "runc-ref N V E L R", line 2 N token ids, line 3 R row numbers, then
  * float32: logits (N, V), residual stream after each layer (L, R, E). Made with transformers in
@@ -172,7 +179,7 @@ static const char *const references[] = {
     "qwen2.gguf",      "qwen2-window.gguf", "qwen3.gguf",     "qwen3-yarn.gguf", "qwen3moe.gguf",
     "qwen3moe-raw.gguf",                   "qwen2moe.gguf",   "mixtral.gguf",    "mistral.gguf",
     "gemma.gguf",      "gemma2.gguf",      "gemma3.gguf",     "phi3.gguf",       "phi3-short.gguf",
-    "phi3-long.gguf",  "olmo2.gguf",       "olmo3.gguf",      "granite.gguf",    "granitemoe.gguf",
+    "phi3-long.gguf",  "olmo2.gguf",       "olmo3.gguf",      "granite.gguf",    "granitemoe.gguf", "granitemoe-shared.gguf",
     "smollm3.gguf",    "mistral3.gguf",    "gpt-oss.gguf",    "gpt-oss-mxfp4.gguf",
 };
 
