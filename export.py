@@ -11,6 +11,7 @@ tokenizer.model, torch for .pt and .pth files. Each is imported only when it is 
 import argparse
 import base64
 import contextlib
+import functools
 import json
 import math
 import os
@@ -41,7 +42,7 @@ def parsing(path):
         yield
     except KeyError as e:
         raise ExportError(f"{path}: {e.args[0]} is missing") from None
-    except (TypeError, AttributeError, ValueError, IndexError, ArithmeticError) as e:
+    except (TypeError, AttributeError, ValueError, IndexError, ArithmeticError, re.error) as e:
         raise ExportError(f"{path}: unexpected content: {type(e).__name__} {one_line(e)}") from None
 
 
@@ -381,8 +382,9 @@ class Model:
         found, where = self.source.shapes, self.source.where
         spare = ("lm_head.weight",) if self.params.tied else ()
         missing = [n for n in wanted if n not in found]
-        unknown = [n for n in found
-                   if n not in wanted and n not in spare and not SKIPPED.fullmatch(n)]
+        unknown = [n for n in found     # some GPTQ files give every matrix a bias, of zeros
+                   if n not in wanted and n not in spare and not SKIPPED.fullmatch(n)
+                   and not (n.endswith(".bias") and not self.source.read(n).any())]
         if missing or unknown:
             raise ExportError(f"{where}: tensor {'missing' if missing else 'unknown'}: "
                               + listing(missing or unknown))
@@ -391,9 +393,10 @@ class Model:
                 if found[name] != shape:
                     raise ExportError(f"{where}: {name} has shape {list(found[name])}, expected "
                                       f"{list(shape)}")
-                if (self.source.dtype(name) == "u8") != t.packed:
-                    raise ExportError(f"{where}: {name} has type {self.source.dtype(name)}, "
-                                      f"expected {'u8' if t.packed else 'a float type'}")
+                kind = self.source.dtype(name)
+                if (kind == "u8") != t.packed or kind[0] == "i":
+                    raise ExportError(f"{where}: {name} has type {kind}, expected "
+                                      f"{'u8' if t.packed else 'a float type'}")
 
     def read(self, name):
         """A tensor of the checkpoint as finite float32, or as bytes."""
@@ -425,7 +428,8 @@ def mxfp4_blocks(blocks, scales):
 
 # ---- Weight files -------------------------------------------------------------------------------
 #
-# A source has where (for messages), shapes {name: tuple}, dtype(name) and read(name) -> array.
+# A source has where (for messages), shapes {name: tuple}, read(name) -> array, and dtype(name), the
+# float type to store it in or, of integers, their own.
 
 # What other checkpoints call the same tensors.
 ALIASES = {
@@ -451,17 +455,19 @@ SKIPPED = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|rope\.fre
 
 def plain_name(name):
     """Hugging Face's name, without the wrappers that frameworks put around a model."""
-    name = re.sub(r"^(_orig_mod\.)?(model\.)?(language_model\.)?(model\.)?", "", name)
+    name = re.sub(r"^(base_model\.model\.|_orig_mod\.)?(model\.)?(language_model\.)?(model\.)?",
+                  "", name)
     name = re.sub(r"(\.experts\.(gate_up|down)_proj)\.weight$", r"\1", name)
     return ALIAS.sub(lambda m: ALIASES[m[0]], name)
 
 
 class Safetensors:
     TYPES = {"F32": ("<f4", "f32"), "F16": ("<f2", "f16"), "BF16": ("<u2", "bf16"),
-             "U8": ("u1", "u8")}
+             "U8": ("u1", "u8"), "F8_E4M3": ("u1", "bf16"), "F8_E8M0": ("u1", "bf16"),
+             "I8": ("i1", "i8"), "I32": ("<i4", "i32"), "I64": ("<i8", "i64")}
 
     def __init__(self, folder, files):
-        self.where, self.shapes, self.info = str(folder), {}, {}
+        self.where, self.shapes, self.info, self.full = str(folder), {}, {}, {}
         library = package("safetensors")
         for path in files:
             try:    # the library proves that offsets and sizes fit the file
@@ -479,7 +485,7 @@ class Safetensors:
                     raise ExportError(f"{path}: tensor {full} has type {info['dtype']}, expected "
                                       + ", ".join(self.TYPES))
                 self.info[name] = path, info["dtype"], 8 + size + info["data_offsets"][0]
-                self.shapes[name] = tuple(info["shape"])
+                self.shapes[name], self.full[name] = tuple(info["shape"]), full
 
     def dtype(self, name):
         return self.TYPES[self.info[name][1]][1]
@@ -490,7 +496,22 @@ class Safetensors:
         x = np.fromfile(path, self.TYPES[kind][0], math.prod(self.shapes[name]), offset=offset)
         if kind == "BF16":      # numpy has no bfloat16: it is the upper half of a float32
             x = (x.astype("<u4") << 16).view("<f4")
+        elif kind[:2] == "F8":
+            x = float8_values(kind)[x]
         return x.reshape(self.shapes[name])
+
+
+def float8_values(kind):
+    """What the 256 bytes mean. E4M3 has no infinity, and one NaN of each sign."""
+    import numpy as np
+    b = np.arange(256)
+    if kind == "F8_E8M0":
+        value, bad = np.exp2(b - 127.0), b == 255
+    else:
+        e, m, bad = b >> 3 & 15, b & 7, b & 127 == 127
+        value = np.where(e, m + 8.0, m) * np.exp2(np.maximum(e, 1) - 10.0)
+        value = np.where(b < 128, value, -value)
+    return np.where(bad, np.nan, value).astype(np.float32)
 
 
 class Torch:
@@ -531,6 +552,204 @@ def torch_tensors(path, state):
     if not isinstance(state, dict):
         raise ExportError(f"{path}: holds {type(state).__name__}, expected a dict of tensors")
     return {plain_name(k): v for k, v in state.items() if isinstance(v, torch.Tensor)}
+
+
+# ---- Quantised weights and adapters -------------------------------------------------------------
+
+class Made:
+    """A source in which some tensors are made from those of another, in float32."""
+
+    def __init__(self, source, made, hidden=()):
+        self.source, self.made, self.where = source, made, source.where
+        self.shapes = {n: s for n, s in source.shapes.items() if n not in hidden}
+        self.shapes |= {name: shape for name, (shape, _) in made.items()}
+
+    def dtype(self, name):
+        kind = self.source.dtype(name) if name in self.source.shapes else "f16"
+        return "f16" if name in self.made and kind[0] == "i" else kind
+
+    def read(self, name):
+        import numpy as np
+        if name not in self.made:
+            return self.source.read(name)
+        shape, make = self.made[name]
+        with parsing(f"{self.where}: {name}"), np.errstate(all="ignore"):   # found by who reads it
+            return make().reshape(shape)
+
+
+# Methods, the setting that tells their layout, and the layouts known, the usual one first.
+QUANTISED = {
+    "gptq": ("checkpoint_format", "gptq", "gptq_v2"),
+    "awq": ("version", "gemm"),
+    "fp8": ("fmt", "e4m3"),
+    "compressed-tensors": ("format", "float-quantized", "naive-quantized", "int-quantized",
+                           "pack-quantized"),
+}
+PACKED = {  # integers, zeros, scales and groups of a matrix
+    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
+    "awq": ("qweight", "qzeros", "scales", "g_idx"),
+    "compressed-tensors": ("weight_packed", "weight_zero_point", "weight_scale", "weight_g_idx",
+                           "weight_shape"),
+}
+AWQ_SHIFTS = 0, 16, 4, 20, 8, 24, 12, 28
+# Scales of what is multiplied by the weights, which stays in floating point here.
+FOR_ACTIVATIONS = re.compile(r".*[._](input|output|activation|[qkv])_(scale|zero_point)")
+
+
+def fields(words, shifts):
+    """The fields at these bits of words of 32 bits: [rows, n] -> [rows, n * len(shifts)]."""
+    import numpy as np
+    x = words.astype(np.uint32)[..., None] >> np.array(shifts, np.uint32)
+    return (x & (1 << 32 // len(shifts)) - 1).astype(np.uint8).reshape(len(words), -1)
+
+
+def packed_matrix(source, base, quant, weights):
+    """(q - zero) * scale, with zeros and scales for each group of columns. GPTQ packs rows of the
+    transposed matrix and AWQ its columns, compressed-tensors those of the matrix as it is."""
+    import numpy as np
+    method, shapes = quant["quant_method"], source.shapes
+    words, zeros, scales, g_idx = (f"{base}.{part}" for part in PACKED[method][:4])
+    height, width = shapes[words]
+    if method == "gptq":        # the tensors know it best: some files mix 4 and 8 bits
+        bits = 32 * shapes[zeros][1] // width
+    else:
+        bits = 4 if method == "awq" else weights["num_bits"]
+    if bits not in (2, 4, 8):
+        raise ExportError(f"{source.where}: {base} has {bits} bits, expected 2, 4 or 8")
+    shifts = AWQ_SHIFTS if method == "awq" else range(0, 32, bits)
+    shape = {"gptq": (width, height * len(shifts)), "awq": (width * len(shifts), height)}.get(
+        method, (height, width * len(shifts)))
+
+    def make():
+        w, s = source.read(words), np.asarray(source.read(scales), np.float32)
+        z = source.read(zeros) if zeros in shapes else None
+        if method == "gptq":    # the older layout has zeros less one
+            more = 0 if layout_of(quant) == "gptq_v2" else sum(1 << i for i in shifts)
+            z = fields(z.astype(np.uint32) + np.uint32(more), shifts).T
+            q, s = fields(w.T, shifts), s.T
+        elif method == "awq":
+            q, z, s = fields(w, shifts).T, fields(z, shifts).T, s.T
+        else:
+            q = fields(w, shifts)
+            z = np.full(s.shape, 1 << bits - 1) if z is None else fields(z.T, shifts).T
+        size = weights.get("group_size") or -1
+        group = np.arange(shape[1]) // (size if size > 0 else shape[1])
+        if g_idx in shapes:     # columns were quantised in another order
+            group = source.read(g_idx).astype(np.uint32)
+        elif quant.get("desc_act") and s.shape[1] > 1:
+            raise ValueError("desc_act without g_idx")
+        if group.max() + 1 != s.shape[1]:
+            raise ValueError(f"{s.shape[1]} groups, expected {group.max() + 1}")
+        return (q - z.astype(np.float32)[:, group]) * s[:, group]
+
+    return shape, make
+
+
+def scaled_matrix(source, name, scale, block):
+    """8-bit weights with one scale for all, for each row or for each block."""
+    import numpy as np
+
+    def make():
+        w, s = (np.asarray(source.read(n), np.float32) for n in (name, scale))
+        if block:
+            s = s.repeat(block[0], -2).repeat(block[1], -1)[..., :w.shape[-2], :w.shape[-1]]
+        return w * s.reshape(s.shape + (1,) * (w.ndim - s.ndim))
+
+    return source.shapes[name], make
+
+
+def layout_of(quant):
+    key, usual = QUANTISED[quant["quant_method"]][:2]
+    return str(quant.get(key) or quant.get("format") or usual).lower()
+
+
+def unpack(source, quant, arch):
+    """The matrices of a quantised checkpoint as floats; quant: quantization_config."""
+    method = quant.get("quant_method")
+    if not quant or method == "mxfp4" and arch.interleaved:
+        return source
+    layouts = QUANTISED.get(method, ())[1:]
+    if not layouts or layout_of(quant) not in layouts or quant.get("transform_config"):
+        raise ExportError(f"{source.where}: weights are quantised ({method}"
+                          f"{' ' + layout_of(quant) if layouts else ''}): not supported, known are "
+                          + ", ".join(layouts or QUANTISED))
+    groups = quant.get("config_groups") or {"": {"weights": quant}}
+    if len(groups) > 1:
+        raise ExportError(f"{source.where}: more than one of config_groups is not supported")
+    weights, = (g["weights"] for g in groups.values())
+    block = weights.get("weight_block_size") or weights.get("block_structure")
+    made, hidden = {}, set()
+    for name in source.shapes:
+        base, _, part = name.rpartition(".")
+        weight = re.sub("_scale(_inv)?$", "", name)
+        if part in ("qweight", "weight_packed"):
+            made[base + ".weight"] = packed_matrix(source, base, quant, weights)
+            hidden.update(f"{base}.{p}" for p in PACKED[method])
+        elif weight != name and weight in source.shapes:
+            made[weight] = scaled_matrix(source, weight, name, block)
+            hidden.add(name)
+        elif FOR_ACTIVATIONS.fullmatch(name):
+            hidden.add(name)
+    return Made(source, made, hidden)
+
+
+# What an adapter may have and a plain product of two matrices cannot express.
+NOT_LORA = ("use_dora", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save", "arrow_config",
+            "trainable_token_indices", "target_parameters", "layer_replication",
+            "alora_invocation_tokens", "monteclora_config")
+
+
+def of_module(patterns, module, usual):
+    """peft's settings for single modules: an expression that the end of the name matches."""
+    return next((value for key, value in (patterns or {}).items()
+                 if re.match(rf"(.*\.)?({key})$", module)), usual)
+
+
+def merge_lora(source, folder, tied):
+    """W + scale * B A, for peft's adapters, in the row order of the checkpoint. The weights here
+    are all of linear layers, [out, in]: for those peft ignores fan_in_fan_out."""
+    import numpy as np
+    where, file = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    config = read_json(where, True)
+    if config.get("peft_type") != "LORA":
+        raise ExportError(f"{where}: peft_type is {config.get('peft_type')}, expected LORA")
+    for key in NOT_LORA:
+        if config.get(key):
+            raise ExportError(f"{where}: {key} is {config[key]}: cannot be merged")
+    for key, known in (("bias", ("none",)), ("init_lora_weights", (     # others change the model
+            True, False, "gaussian", "eva", "orthogonal"))):
+        if config.get(key, known[0]) not in known:
+            raise ExportError(f"{where}: {key} is {config[key]}, expected "
+                              + ", ".join(map(str, known)))
+    if not file.is_file():
+        raise ExportError(f"{file}: no such file")
+    adapter, made = Safetensors(file, [file]), {}
+
+    def product(weight, a, b, scale):
+        w, a, b = source.read(weight), adapter.read(a), adapter.read(b)
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        return np.asarray(w, np.float32) + np.float32(scale) * (b @ a)
+
+    for half, full in adapter.full.items():
+        name, module = (n.partition(".lora_")[0] for n in (half, full))
+        weight, a, b = (name + end for end in (".weight", ".lora_A.weight", ".lora_B.weight"))
+        module = module.removeprefix("base_model.model.")
+        if half not in (a, b):
+            raise ExportError(f"{file}: {full} cannot be merged")
+        shape = source.shapes.get(weight, ())
+        if len(shape) != 2 or tied and name == "lm_head":
+            raise ExportError(f"{file}: the model has no matrix of its own called {module}")
+        rank = of_module(config.get("rank_pattern"), module, config["r"])
+        alpha = of_module(config.get("alpha_pattern"), module, config["lora_alpha"])
+        for part, wanted in (a, (rank, shape[1])), (b, (shape[0], rank)):
+            if adapter.shapes.get(part) != wanted:
+                raise ExportError(f"{file}: lora_{part[-8]} of {module} has shape "
+                                  f"{list(adapter.shapes.get(part, ()))}, expected {list(wanted)}")
+        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        made[weight] = shape, functools.partial(product, weight, a, b, scale)
+    if not made:
+        raise ExportError(f"{file}: holds no adapter")
+    return Made(source, made)
 
 
 # ---- Checkpoints --------------------------------------------------------------------------------
@@ -645,11 +864,6 @@ def refuse_settings(config, arch, where):
             ("no_rope_layers", (every_4th,), config.get("no_rope_layers") or every_4th)):
         if given not in expected:
             raise ExportError(f"{where}: {key} is {given}, expected {expected[0]} for {arch.gguf}")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method")
-        if not (method == "mxfp4" and arch.interleaved):
-            raise ExportError(f"{where}: the weights are quantised ({method}), expected float "
-                              "weights")
 
 
 def hf_params(config, where):
@@ -700,12 +914,14 @@ def rows_of(source, name):
     return source.shapes[name][0]
 
 
-def load_hf(folder):
+def load_hf(folder, lora=None):
     where = folder / "config.json"
     config = read_json(where, True)
     with parsing(where):
         p = hf_params(config, where)
     source = Safetensors(folder, weight_files(folder))
+    with parsing(folder):
+        source = unpack(source, p.config.get("quantization_config") or {}, p.arch)
     rows = rows_of(source, "embed_tokens.weight")
     if p.config.get("vocab_size", rows) != rows:
         log.note(f"{where}: vocab_size is {p.vocab_size}, using the embedding's {rows} rows")
@@ -713,6 +929,9 @@ def load_hf(folder):
     if "lm_head.weight" not in source.shapes and "tie_word_embeddings" not in p.config:
         log.note("no lm_head.weight and no tie_word_embeddings: the embedding is the classifier")
         p.tied = True
+    if lora:
+        with parsing(lora):
+            source = merge_lora(source, lora, p.tied)
     return Model(p, source, True)
 
 
@@ -1452,8 +1671,11 @@ def parse_args(argv):
     source.add_argument("--checkpoint", metavar="FILE", type=Path,
                         help="checkpoint of llama2.c's training (.pt)")
     ap.add_argument("--type", choices=["f32", "f16", "bf16", "q8_0", "q4_0"],
-                    help="type of the weights in a GGUF (default: the checkpoint's own); experts "
-                         "in MXFP4 stay as they are, but for f32")
+                    help="type of the weights in a GGUF (default: the checkpoint's own, float16 or "
+                         "bfloat16 for a quantised one); experts in MXFP4 stay as they are, but "
+                         "for f32")
+    ap.add_argument("--lora", metavar="DIR", type=Path,
+                    help="peft adapter to merge: adapter_config.json, adapter_model.safetensors")
     ap.add_argument("--version", type=int, choices=[0, 1, 2],
                     help="format of a .bin: 0 and 1 float32, 2 int8 (default: 0)")
     ap.add_argument("--tokenizer", metavar="FILE", type=Path,
@@ -1481,6 +1703,7 @@ def parse_args(argv):
                                             "--checkpoint or --tokenizer"),
             (not model and not binary and not a.vocab_only,
              "a GGUF of --tokenizer alone needs --vocab-only"),
+            (a.lora and (not a.hf or a.vocab_only), "--lora is for the weights of --hf"),
             (a.vocab_only and a.type, "--type does not go with --vocab-only"),
             (not model and a.version is not None, "--version does not go with a tokenizer alone")):
         if wrong:
@@ -1490,7 +1713,9 @@ def parse_args(argv):
 
 def load_model(a):
     with parsing(a.hf or a.meta or a.checkpoint):
-        return load_hf(a.hf) if a.hf else load_meta(a.meta) if a.meta else load_pt(a.checkpoint)
+        if a.hf:
+            return load_hf(a.hf, a.lora)
+        return load_meta(a.meta) if a.meta else load_pt(a.checkpoint)
 
 
 def find_vocab(a):

@@ -5,7 +5,7 @@ tensors that llama.cpp's converter makes of it (their digest stands here) and th
 Needs numpy, safetensors, gguf; run by tests/export.sh."""
 import hashlib, json, pathlib, subprocess, sys, tempfile
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -262,7 +262,9 @@ def refusals(check):
             ("qwen3moe", {"mlp_only_layers": [1]}, "mlp_only_layers"), ("mixtral", {"num_local_experts": 5}, "missing"),
             ("qwen3", {"rope_parameters": {**YARN, "truncate": False}}, "truncate"), ("qwen2", {"hidden_act": "gelu"}, "gelu"),
             ("granite", {"rope_parameters": LONG}, "longrope"), ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "chunked"),
-            ("qwen2", {"quantization_config": {"quant_method": "bitnet"}}, "bitnet")):
+            ("qwen2", {"quantization_config": {"quant_method": "bitnet"}}, "bitnet"),
+            ("qwen2", {"quantization_config": {"quant_method": "awq", "version": "gemv"}}, "awq gemv"),
+            ("qwen2", {"quantization_config": {"quant_method": "compressed-tensors", "format": "marlin-24"}}, "marlin-24")):
         with tempfile.TemporaryDirectory() as folder:
             folder = pathlib.Path(folder)
             _, config = family(folder, name)
@@ -271,6 +273,201 @@ def refusals(check):
                                   stderr=subprocess.PIPE, text=True)
             ok = done.returncode == 1 and words in done.stderr and done.stderr.count("\n") == 1 and not (folder / "a.gguf").exists()
             check(ok, f"{name} refused: {done.stderr.strip()[:100]}")
+
+
+def save(path, tensors):
+    """A safetensors file; a pair is the name of a type that numpy does not know and its bytes."""
+    header, data = {}, b""
+    for name, x in tensors.items():
+        kind, x = x if isinstance(x, tuple) else ({"<f4": "F32", "<f2": "F16", "<i4": "I32", "|i1": "I8"}[x.dtype.str], x)
+        header[name] = {"dtype": kind, "shape": list(x.shape), "data_offsets": [len(data), len(data) + x.nbytes]}
+        data += x.tobytes()
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def words(fields, bits, less=0):
+    """Rows of small integers in words of 32 bits, first ones lowest; each word is less by a number, as one integer."""
+    n = 32 // bits
+    pack = lambda part: (sum(int(v) << bits * k for k, v in enumerate(part)) - less) % 2**32
+    return np.array([[pack(row[i:i + n]) for i in range(0, len(row), n)] for row in fields], np.uint32).view(np.int32)
+
+
+def gptq(rng, rows, cols, bits, size, version, sym=False, order=False):
+    """What GPTQ stores for a random matrix [rows, cols], and the matrix."""
+    top, groups = 2**bits, -(-cols // size)
+    q, z = rng.integers(0, top, (rows, cols)), rng.integers(0, top, (rows, groups))
+    z = np.full_like(z, top // 2) if sym else z
+    s = rng.uniform(0.01, 0.02, (rows, groups)).astype(np.float16)
+    group = np.array([c // size for c in range(cols)], np.int32)
+    if order:
+        group = rng.permutation(group)
+    less = 0 if version == "gptq_v2" else sum(1 << i for i in range(0, 32, bits))
+    parts = {"qweight": np.ascontiguousarray(words(q, bits).T),
+             "qzeros": words(z.T, bits, less), "scales": np.ascontiguousarray(s.T)}
+    if order:
+        parts["g_idx"] = group
+    w = np.array([[np.float32(s[r, group[c]]) * np.float32(q[r, c] - z[r, group[c]]) for c in range(cols)] for r in range(rows)])
+    return parts, w
+
+
+def awq(rng, rows, cols, size):
+    """AWQ: words along the outputs, of each eight first the even ones, then the odd."""
+    mixed = lambda x: [[row[8 * (i // 8) + (0, 2, 4, 6, 1, 3, 5, 7)[i % 8]] for i in range(len(row))] for row in x]
+    q, z = rng.integers(0, 16, (cols, rows)), rng.integers(0, 16, (cols // size, rows))
+    s = rng.uniform(0.01, 0.02, (cols // size, rows)).astype(np.float16)
+    w = [[np.float32(s[c // size, r]) * np.float32(q[c, r] - z[c // size, r]) for c in range(cols)] for r in range(rows)]
+    return {"qweight": words(mixed(q), 4), "qzeros": words(mixed(z), 4), "scales": s}, np.array(w)
+
+
+def pack_quantized(rng, rows, cols, size, zero):
+    """compressed-tensors: words along the inputs, zeros along the outputs."""
+    q, z = rng.integers(0, 16, (rows, cols)), rng.integers(0, 16, (rows, cols // size)) if zero else np.full((rows, cols // size), 8)
+    s = rng.uniform(0.01, 0.02, z.shape).astype(np.float16)
+    w = [[np.float32(s[r, c // size]) * np.float32(q[r, c] - z[r, c // size]) for c in range(cols)] for r in range(rows)]
+    parts = {"weight_packed": words(q, 4), "weight_scale": s, "weight_shape": np.array([rows, cols], np.int32)}
+    return {**parts, **({"weight_zero_point": np.ascontiguousarray(words(z.T, 4).T)} if zero else {})}, np.array(w)
+
+
+def e4m3(b):
+    exponent, fraction = b // 8 % 16, b % 8
+    value = (1 + fraction / 8) * 2.0**(exponent - 7) if exponent else fraction / 8 * 2.0**-6
+    return -value if b > 127 else value
+
+
+def fp8(rng, rows, cols, block, suffix, power=False):
+    """Bytes of 8 bits; one scale each block (0: of the whole length), a float or a power of 2 in a byte."""
+    high, wide = (n or whole for n, whole in zip(block, (rows, cols)))
+    b = rng.integers(0, 256, (rows, cols), dtype=np.uint8)
+    b[b % 128 == 127] = 0
+    shape = -(-rows // high), -(-cols // wide)
+    s = rng.integers(118, 122, shape, dtype=np.uint8) if power else rng.uniform(1e-3, 2e-3, shape).astype(np.float32)
+    scale = lambda r, c: np.float32(2.0**(int(s[r, c]) - 127) if power else s[r, c])
+    w = np.array([[np.float32(e4m3(int(b[r, c]))) * scale(r // high, c // wide) for c in range(cols)] for r in range(rows)])
+    return {"weight": ("F8_E4M3", b), suffix: ("F8_E8M0", s) if power else s, "input_scale": np.ones(1, np.float32)}, w
+
+
+def int8(rng, rows, cols):
+    q, s = rng.integers(-128, 128, (rows, cols), dtype=np.int8), rng.uniform(1e-3, 2e-3, (rows, 1)).astype(np.float32)
+    return {"weight": q, "weight_scale": s}, q * s
+
+
+def compressed(form, **weights):
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": {"weights": weights}}}
+
+
+def quantised(check):
+    """A checkpoint whose matrices are quantised gives the GGUF of the one that holds their values as floats."""
+    g = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    f8 = {"quant_method": "fp8", "weight_block_size": [32, 48]}
+    for what, config, make in (
+            ("GPTQ, symmetric", {**g, "sym": True}, lambda *x: gptq(*x, 4, 32, "gptq", True)),
+            ("GPTQ, act order", {**g, "desc_act": True}, lambda *x: gptq(*x, 4, 32, "gptq", False, True)),
+            ("GPTQ v2, 8 bits, rows of one group", {**g, "bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"},
+             lambda *x: gptq(*x, 8, 999, "gptq_v2")),
+            ("GPTQ, 8 bits, last group short", {**g, "bits": 8, "group_size": 40}, lambda *x: gptq(*x, 8, 40, "gptq")),
+            ("GPTQ, 2 bits", {**g, "bits": 2, "checkpoint_format": "gptq_v2"}, lambda *x: gptq(*x, 2, 32, "gptq_v2")),
+            ("AWQ", {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "GEMM"}, lambda *x: awq(*x, 32)),
+            ("FP8 in blocks", f8, lambda *x: fp8(*x, (32, 48), "weight_scale_inv")),
+            ("FP8 in blocks, scales of 8 bits", f8, lambda *x: fp8(*x, (32, 48), "weight_scale_inv", True)),
+            ("FP8, a scale each row", compressed("float-quantized", num_bits=8, strategy="channel"),
+             lambda *x: fp8(*x, (1, 0), "weight_scale")),
+            ("FP8, one scale", compressed("float-quantized", num_bits=8), lambda *x: fp8(*x, (0, 0), "weight_scale")),
+            ("int8, a scale each row", compressed("int-quantized", num_bits=8), int8),
+            ("pack-quantized", compressed("pack-quantized", num_bits=4, group_size=32), lambda *x: pack_quantized(*x, 32, False)),
+            ("pack-quantized with zeros", compressed("pack-quantized", num_bits=4, group_size=32),
+             lambda *x: pack_quantized(*x, 32, True))):
+        with tempfile.TemporaryDirectory() as folder:
+            folder, rng = pathlib.Path(folder), np.random.default_rng(5)
+            checkpoint(folder, True, 1)
+            plain, packed = load_file(folder / "model.safetensors"), {}
+            for name, x in list(plain.items()):
+                if "_proj" not in name:
+                    packed[name] = x
+                    continue
+                parts, w = make(rng, *x.shape)
+                plain[name] = w.astype(np.float32)
+                packed |= {name.removesuffix("weight") + part: v for part, v in parts.items()}
+                packed[name.replace("weight", "bias")] = np.zeros(x.shape[0], np.float16)
+            save(folder / "model.safetensors", plain)
+            export(folder / "plain.gguf", "--hf", folder, "--type", "f32", "--name", "x")
+            save(folder / "model.safetensors", packed)
+            settings = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps({**settings, "quantization_config": config}))
+            export(folder / "packed.gguf", "--hf", folder, "--type", "f32", "--name", "x")
+            same = (folder / "plain.gguf").read_bytes() == (folder / "packed.gguf").read_bytes()
+            check(same and np.isfinite(logits(folder / "packed.gguf")).all(), f"{what}: the values of its definition")
+
+
+def adapter(folder, name, modules, config=None, **tensors):
+    """A peft adapter for modules {name: (rank, inputs, outputs)}; returns its tensors."""
+    rng, t = np.random.default_rng(3), {}
+    for module, (rank, n_in, n_out) in modules.items():
+        t[f"base_model.model.{module}.lora_A.weight"] = rng.standard_normal((rank, n_in)).astype(np.float32) / 8
+        t[f"base_model.model.{module}.lora_B.weight"] = rng.standard_normal((n_out, rank)).astype(np.float32) / 8
+    (folder / name).mkdir(exist_ok=True)
+    save(folder / name / "adapter_model.safetensors", {**t, **tensors})
+    (folder / name / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 6, **(config or {})}))
+    return t
+
+
+def adapters(check):
+    """A merged adapter: W + scale * B A for the matrices it names, rows of queries and keys in GGUF's order."""
+    q, k, down = (f"model.layers.{i}.{m}_proj" for i, m in ((0, "self_attn.q"), (1, "self_attn.k"), (1, "mlp.down")))
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        checkpoint(folder, True, 1)
+        export(folder / "base.gguf", "--hf", folder, "--type", "f32")
+        base = read(folder / "base.gguf")[1]
+        lead = {"r": 8, "rank_pattern": {"q_proj": 4, "^model.layers.1.*down_proj": 2}, "alpha_pattern": {"layers.1.self_attn.k_proj": 3}}
+        for what, config, scales in (("alpha / r", {}, (6 / 4, 3 / 8, 6 / 2)), (
+                "alpha / sqrt(r)", {"use_rslora": True, "fan_in_fan_out": True}, (6 / 2, 3 / 8**0.5, 6 / 2**0.5))):
+            t = adapter(folder, "lora", {q: (4, DIM, DIM), k: (8, DIM, DIM // 2), down: (2, HIDDEN, DIM)}, {**lead, **config})
+            export(folder / "merged.gguf", "--hf", folder, "--type", "f32", "--lora", folder / "lora")
+            wrong, merged = [], read(folder / "merged.gguf")[1]
+            wanted = {n: x.data.astype(np.float64) for n, x in base.items()}
+            for (name, module, heads), scale in zip((("blk.0.attn_q", q, HEADS), ("blk.1.attn_k", k, KV), ("blk.1.ffn_down", down, 0)), scales):
+                a, b = (t[f"base_model.model.{module}.lora_{half}.weight"].astype(np.float64) for half in "AB")
+                size = DIM // HEADS     # in each head row 2i is row i, row 2i + 1 is row i + size / 2
+                order = [h * size + i // 2 + i % 2 * size // 2 for h in range(heads) for i in range(size)] or range(len(b))
+                wanted[name + ".weight"] += scale * b[list(order)] @ a
+            wrong = [n for n in wanted if np.abs(merged[n].data - wanted[n]).max() > 1e-6]
+            moved = np.abs(logits(folder / "merged.gguf") - logits(folder / "base.gguf")).max()
+            check(not wrong and moved > 0.1 and len(merged) == len(base), f"adapter, {what}: {exporter.listing(wrong) or 'as defined'}")
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        family(folder, "phi3")
+        export(folder / "base.gguf", "--hf", folder, "--type", "f32")
+        module = "model.layers.1.self_attn.qkv_proj"
+        t = adapter(folder, "lora", {module: (4, 64, 128)})
+        export(folder / "merged.gguf", "--hf", folder, "--type", "f32", "--lora", folder / "lora")
+        a, b = (t[f"base_model.model.{module}.lora_{half}.weight"].astype(np.float64) for half in "AB")
+        base, merged = (read(folder / n)[1]["blk.1.attn_qkv.weight"].data for n in ("base.gguf", "merged.gguf"))
+        check(np.abs(merged - base - 1.5 * b @ a).max() < 1e-6, "adapter of a fused module")
+    refused_adapters(check)
+
+
+def refused_adapters(check):
+    q, one = "model.layers.0.self_attn.q_proj", np.ones((4, 64), np.float32)
+    good = {q: (4, DIM, DIM)}
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        checkpoint(folder, True, 1)
+        for modules, config, tensors, words in (
+                (good, {"use_dora": True}, {}, "use_dora"), (good, {"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
+                (good, {"bias": "all"}, {}, "bias is all"), (good, {"peft_type": "IA3"}, {}, "IA3"),
+                (good, {"init_lora_weights": "pissa"}, {}, "pissa"), (good, {"r": 8}, {}, "expected [8, 64]"),
+                (good, {"rank_pattern": {"(": 2}}, {}, "unexpected content"), (good, {"lora_alpha": "x"}, {}, "unexpected content"),
+                (good, {}, {f"base_model.model.{q}.lora_magnitude_vector": one}, "lora_magnitude_vector cannot"),
+                (good, {}, {"base_model.model.model.embed_tokens.lora_embedding_A": one}, "embed_tokens.lora_embedding_A cannot"),
+                (good, {}, {"base_model.model.model.layers.1.self_attn.v_proj.lora_A.weight": one}, "lora_B of model.layers.1.self_attn.v"),
+                ({"lm_head": (4, DIM, VOCAB)}, {}, {}, "called lm_head"), ({"model.layers.0.mlp.fc1": (4, 8, 8)}, {}, {}, "mlp.fc1"),
+                ({q: (4, DIM, 32)}, {}, {}, "lora_B"), ({}, {}, {}, "no adapter")):
+            adapter(folder, "lora", modules, config, **tensors)
+            done = subprocess.run([sys.executable, str(ROOT / "export.py"), folder / "a.gguf", "--hf", folder, "--lora", folder / "lora"],
+                                  stderr=subprocess.PIPE, text=True)
+            check(done.returncode == 1 and words in done.stderr and done.stderr.count("\n") == 1,
+                  f"adapter refused: {done.stderr.strip()[-90:]}")
 
 
 def vocabularies(check):
@@ -341,6 +538,8 @@ def main():
                   "tokenizer.bin from the checkpoint and from its GGUF vocabulary")
     families(check)
     refusals(check)
+    quantised(check)
+    adapters(check)
     vocabularies(check)
     print(f"{passed} passed, {failed} failed")
     return failed != 0
