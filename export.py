@@ -1472,20 +1472,94 @@ def rope_tensors(p):
     return {"rope_freqs.weight": (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)}
 
 
-def storage_type(name, t, wanted, tied):
-    """The GGUF type of one tensor. The classifier stays at 8 bits in a 4-bit file: it decides
+def storage_type(name, t, wanted, p):
+    """The GGUF type of one tensor. The classifier has more bits in a 4-bit file: it decides
     every token, and rounding it costs more than the bytes it would save."""
     types = package("gguf").GGMLQuantizationType
     if t.packed and wanted != "f32":
         return types.MXFP4      # as it is: any other type would be larger or worse
     if len(t.shape) == 1 or "ffn_gate_inp" in name or name.endswith(".bias"):
         return types.F32
-    if wanted in ("q8_0", "q4_0"):
-        if t.shape[-1] % 32:
-            return types.F16
-        if name == ("token_embd.weight" if tied else "output.weight"):
-            return types.Q8_0
+    last = name == ("token_embd.weight" if p.tied else "output.weight")
+    if wanted[0] == "q" and t.shape[-1] % 32:
+        return types.F16
+    if wanted == "q4_0" and last or wanted[-1] == "K" and t.shape[-1] % 256:
+        return types.Q8_0
+    if wanted == "q4_K":    # the mix of llama.cpp's Q4_K_M
+        found, n = re.match(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down)", name), p.n_layers
+        i = int(found[1]) if found else 0
+        if last or found and (i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2):
+            return types.Q6_K
     return types[wanted.upper()]
+
+
+def ratio(a, b):
+    """a / b, 0 where b is 0."""
+    import numpy as np
+    return a / np.where(b == 0, np.float32(np.inf), b)
+
+
+def rounded(x, low, high):
+    import numpy as np
+    return np.clip(np.rint(x), low, high)
+
+
+def dots(a, b):
+    import numpy as np
+    return np.einsum("...i,...i", a, b)
+
+
+def extreme(x):
+    """The value farthest from 0 in each row."""
+    import numpy as np
+    return np.take_along_axis(x, np.abs(x).argmax(-1)[..., None], -1)
+
+
+def q4_k_blocks(x):
+    """Blocks of 256: eight groups of 32, each about d * scale * q + dmin * low, q of 4 bits."""
+    import numpy as np
+    x = x.reshape(-1, 8, 32)
+    low = np.minimum(x.min(-1), 0)
+    scale = (x.max(-1) - low) / 15
+    sx = x.sum(-1)
+    for _ in range(3):      # the q nearest to a line, then the line that fits these q best
+        q = rounded(ratio(x - low[..., None], scale[..., None]), 0, 15)
+        sq, qq, qx = q.sum(-1), dots(q, q), dots(q, x)
+        scale = ratio(32 * qx - sq * sx, 32 * qq - sq * sq)
+        low = (sx - scale * sq) / 32
+        scale, low = np.where(low > 0, ratio(qx, qq), scale), np.minimum(low, 0)
+    d, d_low = ((extreme(v) / 63).astype("<f2") for v in (scale, -low))
+    s = rounded(ratio(scale, d.astype(np.float32)), 0, 63)
+    m = rounded(ratio(-low, d_low.astype(np.float32)), 0, 63)
+    fine, base = s * d, m * d_low
+    q = rounded(ratio(x + base[..., None], fine[..., None]), 0, 15).astype(np.uint8)
+    s, m, q = s.astype(np.uint8), m.astype(np.uint8), q.reshape(-1, 4, 2, 32)
+    return np.concatenate([
+        d.view(np.uint8), d_low.view(np.uint8), s[:, :4] | s[:, 4:] >> 4 << 6,
+        m[:, :4] | m[:, 4:] >> 4 << 6, s[:, 4:] & 15 | m[:, 4:] << 4,
+        (q[:, :, 0] | q[:, :, 1] << 4).reshape(-1, 128)], -1)
+
+
+def q6_k_blocks(x):
+    """Blocks of 256: sixteen groups of 16, each about d * scale * q, q of 6 bits with a sign."""
+    import numpy as np
+    x = x.reshape(-1, 16, 16)
+    scale = extreme(x)[..., 0] / -32
+    for _ in range(3):
+        q = rounded(ratio(x, scale[..., None]), -32, 31)
+        scale = ratio(dots(q, x), dots(q, q))
+    d = (extreme(scale) / -128).astype("<f2")
+    s = rounded(ratio(scale, d.astype(np.float32)), -128, 127)
+    q = rounded(ratio(x, (s * d)[..., None]), -32, 31).astype(np.int8).view(np.uint8)
+    q = (q + 32).reshape(-1, 2, 4, 32)      # halves of 128, of four rows
+    low, high = q & 15, q >> 4
+    return np.concatenate([
+        (low[:, :, :2] | low[:, :, 2:] << 4).reshape(-1, 128),
+        (high << np.arange(0, 8, 2, dtype=np.uint8)[:, None]).sum(2, np.uint8).reshape(-1, 64),
+        s.astype(np.int8).view(np.uint8), d.view(np.uint8)], -1)
+
+
+K_BLOCKS = {"Q4_K": q4_k_blocks, "Q6_K": q6_k_blocks}
 
 
 def encode(x, kind, name):
@@ -1495,11 +1569,16 @@ def encode(x, kind, name):
         if (x[..., ::17] == 255).any():
             raise ExportError(f"{name}: holds a block whose scale is no number")
         return x if kind == types.MXFP4 else quants.dequantize(x, types.MXFP4)
-    limit = {"F16": 65504.0, "Q8_0": 65504.0 * 127, "Q4_0": 65504.0 * 8}.get(kind.name, math.inf)
+    limit = {"F16": 65504.0, "Q8_0": 65504.0 * 127, "Q4_0": 65504.0 * 8, "Q4_K": 65504.0 * 63,
+             "Q6_K": 65504.0 * 63}.get(kind.name, math.inf)
     biggest = max(float(x.max()), -float(x.min()))
     if biggest > limit:     # the quantised types have a float16 scale
         raise ExportError(f"{name}: value {biggest:g} does not fit {kind.name.lower()}, at most "
                           f"{limit:g}: use --type bf16 or f32")
+    if kind.name in K_BLOCKS:
+        rows = x.reshape(-1, 256)       # a part at a time, which stays in the processor's cache
+        parts = [K_BLOCKS[kind.name](rows[i:i + 1024]) for i in range(0, len(rows), 1024)]
+        return np.concatenate(parts).reshape(*x.shape[:-1], -1)
     return np.ascontiguousarray(quants.quantize(x, kind))
 
 
@@ -1516,17 +1595,19 @@ def write_gguf(path, model, params, v, a):
         wanted = a.type or model.source.dtype(next(iter(
             model.tensors["token_embd.weight"].sources)))
         ropes = rope_tensors(params)
-        plan = [(name, t.shape, storage_type(name, t, wanted, params.tied))
+        plan = [(name, t.shape, storage_type(name, t, wanted, params))
                 for name, t in model.tensors.items()]
         plan += [(name, x.shape, gguf.GGMLQuantizationType.F32) for name, x in ropes.items()]
         mxfp4 = any(kind.name == "MXFP4" for _, _, kind in plan)
         w.add_file_type(38 if mxfp4 else {
-            "f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}[wanted])
+            "f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "q4_K": 15, "q6_K": 18, "bf16": 32}[wanted])
         if wanted[0] == "q":
             w.add_quantization_version(gguf.GGML_QUANT_VERSION)
-            kept = [name for name, _, kind in plan if kind.name == "F16"]
-            if kept:
-                log.note(f"rows are not a multiple of 32, stored as f16: {listing(kept)}")
+            for other, multiple in ("F16", 32), ("Q8_0", 256 if wanted[-1] == "K" else 1):
+                kept = [n for n, shape, k in plan if k.name == other and shape[-1] % multiple]
+                if kept:
+                    log.note(f"rows are not a multiple of {multiple}, stored as {other.lower()}: "
+                             + listing(kept))
     write_vocab(w, v)
     write_sampling(w, read_json(a.hf / "generation_config.json") if a.hf else {})
     for name, shape, kind in plan:
@@ -1670,10 +1751,10 @@ def parse_args(argv):
                         help="Meta folder: params.json, consolidated.*.pth, tokenizer.model")
     source.add_argument("--checkpoint", metavar="FILE", type=Path,
                         help="checkpoint of llama2.c's training (.pt)")
-    ap.add_argument("--type", choices=["f32", "f16", "bf16", "q8_0", "q4_0"],
+    ap.add_argument("--type", choices=["f32", "f16", "bf16", "q8_0", "q6_K", "q4_K", "q4_0"],
                     help="type of the weights in a GGUF (default: the checkpoint's own, float16 or "
-                         "bfloat16 for a quantised one); experts in MXFP4 stay as they are, but "
-                         "for f32")
+                         "bfloat16 for a quantised one); q4_K has the most sensitive matrices in "
+                         "q6_K; experts in MXFP4 stay as they are, but for f32")
     ap.add_argument("--lora", metavar="DIR", type=Path,
                     help="peft adapter to merge: adapter_config.json, adapter_model.safetensors")
     ap.add_argument("--version", type=int, choices=[0, 1, 2],

@@ -4,6 +4,7 @@
 tensors that llama.cpp's converter makes of it (their digest stands here) and the keys beside it, and run.
 Needs numpy, safetensors, gguf; run by tests/export.sh."""
 import hashlib, json, pathlib, subprocess, sys, tempfile
+from types import SimpleNamespace
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
@@ -17,7 +18,7 @@ VOCAB = 259 + len(WORDS)
 IDS = "1 " + " ".join(str(3 + i * 37 % 260) for i in range(40))
 
 
-def checkpoint(folder, tied, shards):
+def checkpoint(folder, tied, shards, hidden=HIDDEN):
     rng = np.random.default_rng(11)
     kv = DIM * KV // HEADS
     matrix = lambda rows, cols: (rng.standard_normal((rows, cols)) / np.sqrt(cols)).astype(np.float32)
@@ -30,8 +31,8 @@ def checkpoint(folder, tied, shards):
         t |= {p + "input_layernorm.weight": norm(), p + "post_attention_layernorm.weight": norm(),
               p + "self_attn.q_proj.weight": matrix(DIM, DIM), p + "self_attn.k_proj.weight": matrix(kv, DIM),
               p + "self_attn.v_proj.weight": matrix(kv, DIM), p + "self_attn.o_proj.weight": matrix(DIM, DIM),
-              p + "mlp.gate_proj.weight": matrix(HIDDEN, DIM), p + "mlp.up_proj.weight": matrix(HIDDEN, DIM),
-              p + "mlp.down_proj.weight": matrix(DIM, HIDDEN)}
+              p + "mlp.gate_proj.weight": matrix(hidden, DIM), p + "mlp.up_proj.weight": matrix(hidden, DIM),
+              p + "mlp.down_proj.weight": matrix(DIM, hidden)}
     names = sorted(t)
     if shards == 1:
         save_file(t, folder / "model.safetensors")
@@ -43,7 +44,7 @@ def checkpoint(folder, tied, shards):
             index |= {n: file for n in part}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     (folder / "config.json").write_text(json.dumps({
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": DIM, "intermediate_size": HIDDEN,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": DIM, "intermediate_size": hidden,
         "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV, "vocab_size": VOCAB,
         "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": tied,
         "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32", "hidden_act": "silu"}))
@@ -470,6 +471,40 @@ def refused_adapters(check):
                   f"adapter refused: {done.stderr.strip()[-90:]}")
 
 
+def k_blocks(check):
+    """Q4_K and Q6_K: as near as plain rounding in groups of their size with exact scales, which the format has not."""
+    from gguf import GGMLQuantizationType as types, quants
+    rng = np.random.default_rng(9)
+    flat = np.repeat(np.array([[0.0], [3.0], [-3.0], [1e5], [-1e-3]], np.float32), 512, 1)
+    for what, x in (("normal", rng.standard_normal((64, 512))), ("long tails", rng.standard_t(3, (64, 512))), ("flat", flat),
+                    ("off centre", rng.standard_normal((64, 512)) - 4), ("positive", np.abs(rng.standard_normal((64, 512))))):
+        for kind, group in (types.Q4_K, 32), (types.Q6_K, 16):
+            x = x.astype(np.float32)
+            off = quants.dequantize(exporter.encode(x, kind, what), kind) - x
+            g = x.reshape(-1, group)
+            low = np.minimum(g.min(1, keepdims=True), 0) if kind is types.Q4_K else 0
+            step = np.maximum((g.max(1, keepdims=True) - low) / 15 if kind is types.Q4_K else np.abs(g).max(1, keepdims=True) / 31, 1e-30)
+            naive = np.rint((g - low) / step) * step + low - g
+            error, limit = np.sqrt((off**2).mean()), 1.02 * np.sqrt((naive**2).mean()) + 1e-3 * np.abs(x).max() * (what == "flat")
+            check(error <= limit, f"{kind.name}, {what}: error {error:.2e}, at most {limit:.2e}")
+    shape, p = exporter.Tensor((256, 256), {}, None), SimpleNamespace(n_layers=8, tied=False)
+    more = [i for i in range(8) if exporter.storage_type(f"blk.{i}.attn_v.weight", shape, "q4_K", p) is types.Q6_K]
+    rest = [exporter.storage_type(n + ".weight", shape, "q4_K", p).name for n in ("blk.0.attn_q", "token_embd", "output")]
+    check(more == [0, 3, 6, 7] and rest == ["Q4_K", "Q4_K", "Q6_K"], f"q4_K's mix: values in Q6_K in layers {more}, {rest}")
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        checkpoint(folder, False, 1, 256)
+        export(folder / "f32.gguf", "--hf", folder, "--type", "f32")
+        truth = logits(folder / "f32.gguf")
+        for kind, down in ("q4_K", ["Q4_K", "Q6_K"]), ("q6_K", ["Q6_K", "Q6_K"]):
+            export(folder / "k.gguf", "--hf", folder, "--type", kind)
+            found = read(folder / "k.gguf")[1]
+            off = float(np.abs(logits(folder / "k.gguf") - truth).max() / truth.std())
+            got = [found[f"blk.{i}.ffn_down.weight"].tensor_type.name for i in range(2)]
+            rest = found["blk.0.attn_q.weight"].tensor_type.name
+            check(off < 1 and got == down and rest == "Q8_0", f"{kind}: {got}, rows of 64 {rest}, logits off by {off:.1e}")
+
+
 def vocabularies(check):
     """tokenizer.json as families have it: the splitting rule by its expression, types of added tokens, ends of text."""
     l3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -540,6 +575,7 @@ def main():
     refusals(check)
     quantised(check)
     adapters(check)
+    k_blocks(check)
     vocabularies(check)
     print(f"{passed} passed, {failed} failed")
     return failed != 0
