@@ -140,7 +140,7 @@ def smollm3_slides(i, c): return not c or (i + 1) % 4 == 0
 class Arch:
     gguf: str                   # general.architecture
     layer: list
-    permute: bool = False       # GGUF has rotated pairs side by side, Hugging Face half a head apart
+    permute: bool = False       # GGUF has rotated pairs side by side, not half a head apart
     slides: object = None       # which layers have the window, None: the class knows no window
     defaults: dict = field(default_factory=dict)    # of transformers, where config.json is silent
     keys: dict = field(default_factory=dict)        # settings copied to the GGUF: name there, type
@@ -166,6 +166,7 @@ MULTIPLIERS = {"attention_multiplier": ("attention.scale", float),
                "logits_scaling": ("logit_scale", float)}
 GRANITE = {**dict.fromkeys(MULTIPLIERS, 1.0), "num_local_experts": 8, "num_experts_per_tok": 2}
 NARROW = {"moe_intermediate_size": ("expert_feed_forward_length", int)}
+YARN = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0}
 SHARED_SIZE = ("expert_shared_feed_forward_length", int)
 ARCHS = {
     "LlamaForCausalLM": Arch("llama", LLAMA, True),
@@ -175,7 +176,9 @@ ARCHS = {
         "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8,
         "num_experts_per_tok": 2}),
     "Ministral3ForCausalLM": Arch("mistral3", LLAMA, True, all_slide, {
-        "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6}),
+        "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+        "rope_scaling": {**YARN, "factor": 16.0, "original_max_position_embeddings": 16384,
+                         "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}}),
     "Qwen2ForCausalLM": Arch("qwen2", LLAMA, False, qwen_slides, QWEN),
     "Qwen2MoeForCausalLM": Arch(
         "qwen2moe", PRE_NORMS + ATTENTION + EXPERTS + SHARED + SHARED_GATE, False, qwen2moe_slides,
@@ -196,7 +199,8 @@ ARCHS = {
         act="gelu_pytorch_tanh", plus_one=True, big=46),
     "Gemma3ForCausalLM": Arch(
         "gemma3", BOTH_NORMS + HEAD_NORMS + ATTENTION + MLP, False, gemma3_slides,
-        {**GEMMA2, "rope_theta": 1e6, "max_position_embeddings": 131072}, GEMMA_CAPS,
+        {**GEMMA2, "num_attention_heads": 8, "rope_theta": 1e6,
+         "max_position_embeddings": 131072}, GEMMA_CAPS,
         act="gelu_pytorch_tanh", plus_one=True, local_theta=1e4, big=62),
     "Phi3ForCausalLM": Arch("phi3", PHI3, False, all_slide, {
         "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}),
@@ -218,7 +222,8 @@ ARCHS = {
         "gpt-oss", GPT_OSS, False, even_slide,
         {"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
          "sliding_window": 128, "attention_bias": True, "expert_bias": True,
-         "num_local_experts": 128, "num_experts_per_tok": 4},
+         "num_local_experts": 128, "num_experts_per_tok": 4, "rope_scaling": {
+             **YARN, "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}},
         {"intermediate_size": NARROW["moe_intermediate_size"]}, interleaved=True, truncate=False),
 }
 GRANITE_DENSE = replace(ARCHS["GraniteForCausalLM"], layer=PRE_NORMS + ATTENTION + [
@@ -287,8 +292,8 @@ class Params:
             raise ExportError(f"{where}: {self.n_heads} heads cannot share {self.n_kv_heads} key "
                               "and value heads evenly")
         if self.n_rot % 2 or self.n_rot > self.head_dim:
-            raise ExportError(f"{where}: {self.n_rot} of {self.head_dim} elements of a head rotate, "
-                              "expected pairs")
+            raise ExportError(f"{where}: {self.n_rot} of {self.head_dim} elements of a head "
+                              "rotate, expected pairs")
 
     def shape(self, spec):
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
@@ -567,7 +572,8 @@ ROPE_NEEDS = {
 def hf_rope(config, arch, where):
     """Base and scaling, from transformers 5's rope_parameters or the older keys, and the base of
     the layers with a window."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or arch.defaults.get(
+        "rope_scaling", {})
     local = {"rope_theta": config.get("rope_local_base_freq")}
     if rope.keys() & {"full_attention", "sliding_attention"}:
         rope, local = rope.get("full_attention") or {}, rope.get("sliding_attention") or {}
@@ -611,20 +617,20 @@ def hf_windows(config, arch, n_layers, where):
     types = arch.slides != all_slide and config.get("layer_types")
     if not types:
         return window, [bool(arch.slides(i, config)) for i in range(n_layers)]
-    other = set(types) - {"full_attention", "sliding_attention"}
+    other = sorted(set(map(str, types)) - {"full_attention", "sliding_attention"})
     if other or len(types) != n_layers:
-        raise ExportError(f"{where}: layer_types has {len(types)} entries, {sorted(map(str, other))}"
-                          f": expected full_attention or sliding_attention for {n_layers} layers")
+        raise ExportError(f"{where}: layer_types has {len(types)} entries and {listing(other)}, "
+                          f"expected full_attention or sliding_attention for {n_layers} layers")
     return window, [t == "sliding_attention" for t in types]
 
 
 def refuse_settings(config, arch, where):
     """Settings that change what a model computes and that no GGUF can state."""
     every_4th = [int((i + 1) % 4 != 0) for i in range(config["num_hidden_layers"])]
-    tanh = arch.act == "gelu_pytorch_tanh"
+    newer = config.get("hidden_activation")     # the older key says gelu where Gemma means tanh
+    alias = "swish" if arch.act == "silu" else None if newer else "gelu"
     for key, expected, given in (
-            ("hidden_act", (arch.act, *(("gelu",) if tanh else ("swish",))),
-             config.get("hidden_activation") or config.get("hidden_act") or arch.act),
+            ("hidden_act", (arch.act, alias), newer or config.get("hidden_act") or arch.act),
             ("mlp_only_layers", ([],), config.get("mlp_only_layers") or []),
             ("decoder_sparse_step", (1,), config.get("decoder_sparse_step", 1)),
             ("swiglu_limit", (7.0,), config.get("swiglu_limit", 7.0)),
@@ -948,11 +954,16 @@ def vocab_from_json(path, tokenizer, pre):
     else:
         raise ExportError(f"{path}: neither byte-level nor SentencePiece with byte_fallback: not "
                           "supported")
-    if unsaid:
-        log.note(f"{path}: GGUF cannot say {', '.join(unsaid)}: ids of some texts will differ")
     rank = {}       # SentencePiece's scores are lost here; the order of the merges stands for them
     for i, (a, b) in enumerate(merges):
         rank.setdefault(a + b, i)
+    whole = bool(model.get("ignore_merges"))    # is a word that is a token taken as it is?
+    special = {t["content"] for t in tokenizer.get("added_tokens") or []}
+    if byte_level and whole != (v.pre in ("llama-bpe", "tekken")) and any(
+            len(t) > 1 and t not in rank and t not in special for t in model["vocab"]):
+        unsaid.append(f"ignore_merges {whole} with {v.pre}")
+    if unsaid:
+        log.note(f"{path}: GGUF cannot say {', '.join(unsaid)}: ids of some texts will differ")
     for text, i in sorted(model["vocab"].items(), key=lambda item: item[1]):
         byte = not byte_level and re.fullmatch("<0x[0-9A-F]{2}>", text)
         kind = BYTE if byte else UNKNOWN if text == model.get("unk_token") else NORMAL
@@ -1285,7 +1296,9 @@ def write_gguf(path, model, params, v, a):
         plan = [(name, t.shape, storage_type(name, t, wanted, params.tied))
                 for name, t in model.tensors.items()]
         plan += [(name, x.shape, gguf.GGMLQuantizationType.F32) for name, x in ropes.items()]
-        w.add_file_type({"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}[wanted])
+        mxfp4 = any(kind == gguf.GGMLQuantizationType.MXFP4 for _, _, kind in plan)
+        w.add_file_type(38 if mxfp4 else {
+            "f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}[wanted])
         if wanted[0] == "q":
             w.add_quantization_version(gguf.GGML_QUANT_VERSION)
             kept = [name for name, _, kind in plan if kind.name == "F16"]
@@ -1435,7 +1448,8 @@ def parse_args(argv):
     source.add_argument("--checkpoint", metavar="FILE", type=Path,
                         help="checkpoint of llama2.c's training (.pt)")
     ap.add_argument("--type", choices=["f32", "f16", "bf16", "q8_0", "q4_0"],
-                    help="type of the weights in a GGUF (default: the checkpoint's own)")
+                    help="type of the weights in a GGUF (default: the checkpoint's own); experts "
+                         "in MXFP4 stay as they are, but for f32")
     ap.add_argument("--version", type=int, choices=[0, 1, 2],
                     help="format of a .bin: 0 and 1 float32, 2 int8 (default: 0)")
     ap.add_argument("--tokenizer", metavar="FILE", type=Path,

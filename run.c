@@ -289,6 +289,8 @@ static void rd_check(const Reader *r) { // dies if anything went wrong
 }
 
 // ---- files, clock, Ctrl-C, cores: the only platform code
+enum { MAX_THREADS = 256 };
+
 // Read-only and in place, kept for the life of the process.
 static Reader file_map(const char *name) {
     int fd = open(name, O_RDONLY | O_CLOEXEC | O_NONBLOCK); // a pipe must not block
@@ -346,17 +348,26 @@ static int64_t memory_size(void) { // bytes of the machine's memory, as far as i
     return INT64_MAX;
 }
 
-static int core_count(void) { // that this process may use
+// Cores that this process may use. Two threads on one core share its arithmetic: they count as one.
+static int core_count(void) {
+    int cpus = 1, cores = 0;
 #ifdef _OPENMP
-    return omp_get_num_procs();
-#else
-    return 1;
+    cpus = omp_get_num_procs();
 #endif
+    for (int i = 0; cpus > 1 && i < 4 * MAX_THREADS; i++) { // Linux says so, others do not
+        char name[80];
+        snprintf(name, sizeof name, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
+                 i);
+        FILE *f = fopen(name, "r");
+        int first;
+        if (f && fscanf(f, "%d", &first) == 1 && first == i) cores++;
+        if (f) fclose(f);
+        else break;
+    }
+    return cores ? MIN(cores, cpus) : cpus;
 }
 
 // ---- Team: threads that walk the same code together
-enum { MAX_THREADS = 256 };
-
 typedef struct {
     int n;                              // threads in the team
     int isa;                            // instruction set of the kernels, chapter 2
@@ -519,12 +530,13 @@ struct Format {
     bool quantised;        // meets 16-bit activations
     int offset;            // of the integers
     int scales, minima;    // for 32 weights: 1 or 2, 0 to 2
+    int bits_at;           // place of 32 fifth bits, bit k for weight k; 0: none
     int d_at;              // place of the block's f16 scale, its f16 minimum follows; -1: elsewhere
     const uint8_t *table;  // what the nibbles stand for, offset added
-    void (*load)(const Tensor *t, const uint8_t *p, int n, Group *g); // plain C, needs finish_c
-    void (*open)(const Tensor *t, const uint8_t *p, int n, Group *g); // vector code
+    void (*load)(const Tensor *t, const uint8_t *p, int n, Group *g); // plain C, for group_open
+    void (*open)(const Tensor *t, const uint8_t *p, int n, Group *g); // vector code: all of it
     void (*expand)(const Tensor *t, int64_t row, int64_t k, int n, float *out);
-    Dot *dot[2];           // plain C, vector; NULL: the vector code has only panels
+    Dot *dot[2];           // plain C, vector
 };
 
 struct PanelKernels {
@@ -577,14 +589,10 @@ static float f16_at(const uint8_t *p) { return f16_to_f32(u16_at(p)); }
 #else
 #define FMA_IS_FAST 0
 #endif
-INLINE float fma_or(bool fused, float a, float b, float c) {
-    return fused ? __builtin_fmaf(a, b, c) : c + a * b;
-}
-
 // ---- loaders. A loader turns eight blocks of 32 weights into bytes, 32 at a time. It is written
 // once, in GNU C's vectors: compilers make AVX2, SSE2 or NEON code of them, or plain arithmetic on
 // 64-bit words. n: how many of the eight blocks exist (of formats with 256 weights a block, all).
-// What needs instructions that C has no word for (f16, look-up) is left to finish_c, finish_avx2.
+// What needs instructions that C has no word for (f16, look-up) is left to group_open.
 #define EACH(byte) ((byte) * 0x0101010101010101u) // in each byte of a word
 #define SHIFT(v, left) ((left) > 0 ? (v) << (left) : (v) >> -(left))
 #define MISSING -0.0f // scale of a block that is not there: its step changes no lane, not even -0
@@ -592,8 +600,9 @@ INLINE float fma_or(bool fused, float a, float b, float c) {
 // q8_0, 34 bytes:   | d f16 | 32 signed bytes |
 // bin8, 32 bytes:   | 32 signed bytes |: llama2.c's version 2 where no group crosses a row
 INLINE void bytes_load(const uint8_t *p, int bytes, int n, Group *g) {
-    UNROLL for (int i = 0; i < n; i++, p += bytes) {
-        memcpy(&g->u[i], p, 32);
+    UNROLL for (int i = 0; i < 8; i++) {
+        if (i % 4 == 0 && i >= n) break;
+        memcpy(&g->u[i], p + bytes * MIN(i, n - 1), 32);
         g->u[i] ^= EACH(128);
     }
 }
@@ -616,20 +625,12 @@ INLINE void bin8_scales(const Tensor *t, const uint8_t *p, int n, Group *g) {
 // mxfp4, 17 bytes:  | E | 16 bytes of nibbles |                       scale 2^(E - 128)
 // Nibbles: byte k holds weight k in its low half and weight k + 16 in its high half.
 INLINE void nibbles_load(const uint8_t *p, int bytes, int n, Group *g) {
-    UNROLL for (int i = 0; i < n; i++, p += bytes) {
+    UNROLL for (int i = 0; i < 8; i++) {
+        const uint8_t *q = p + bytes * MIN(i, n - 1);
         uint64_t a, b;
-        memcpy(&a, p, 8), memcpy(&b, p + 8, 8);
+        if (i % 4 == 0 && i >= n) break;
+        memcpy(&a, q, 8), memcpy(&b, q + 8, 8);
         g->u[i] = (V32){a, b, a, b} >> (V32){0, 0, 4, 4} & EACH(15);
-    }
-}
-
-INLINE void fifth_bits_load(const uint8_t *p, int bytes, int n, Group *g) {
-    UNROLL for (int i = 0; i < n; i++, p += bytes) {
-        uint32_t b;
-        memcpy(&b, p, 4);
-        // four bits to a word; four copies of them, 7 bits apart, bring each into its byte
-        V8u v = (V8u){b, b, b, b, b, b, b, b} >> (V8u){0, 4, 8, 12, 16, 20, 24, 28} & 15;
-        g->u[i] |= (V32)(v * 0x02040810u & 0x10101010u);
     }
 }
 
@@ -721,15 +722,13 @@ INLINE void q3_K_group(const uint8_t *p, Group *g) {
 // In each half of 128: four blocks of 32; nibbles of block i in bytes 32 * (i % 2) ..., low: i < 2
 INLINE void q6_K_group(const uint8_t *p, Group *g) {
     uint64_t a, b;
-    V32 low[2], high;
+    V32 low, high;
     memcpy(&a, p + 192, 8), memcpy(&b, p + 200, 8);
     ints_of_pairs(a ^ EACH(128), b ^ EACH(128), g->sc);
     g->sc[0] -= 128, g->sc[1] -= 128;
-    UNROLL for (int h = 0; h < 2; h++) {
-        memcpy(low, p + 64 * h, 64), memcpy(&high, p + 128 + 32 * h, 32);
-        UNROLL for (int i = 0; i < 4; i++)
-            g->u[4 * h + i] = (low[i % 2] >> i / 2 * 4 & EACH(15)) |
-                              (SHIFT(high, 4 - 2 * i) & EACH(0x30));
+    UNROLL for (int i = 0; i < 8; i++) {
+        memcpy(&low, p + i / 4 * 64 + i % 2 * 32, 32), memcpy(&high, p + 128 + i / 4 * 32, 32);
+        g->u[i] = (low >> i % 4 / 2 * 4 & EACH(15)) | (SHIFT(high, 4 - i % 4 * 2) & EACH(0x30));
     }
 }
 
@@ -758,27 +757,26 @@ static void tq1_0_group(const uint8_t *p, Group *g) {
  * weights and bytes a block, offset of the integers, scales and minima for 32, place of d, table,
  * loader. */
 #define QUANTISED(X)                                                                             \
-    X(q8_0, 8, 32, 34, 128, 1, 0, 0, NULL, bytes_load(p + 2, 34, n, g))                          \
-    X(bin8, 1001, 32, 32, 128, 1, 0, -1, NULL,                                                   \
+    X(q8_0, 8, 32, 34, 128, 1, 0, 0, 0, NULL, bytes_load(p + 2, 34, n, g))                       \
+    X(bin8, 1001, 32, 32, 128, 1, 0, 0, -1, NULL,                                                \
       (bytes_load(p, 32, n, g), bin8_scales(t, p, n, g)))                                        \
-    X(q4_0, 2, 32, 18, 8, 1, 0, 0, NULL, nibbles_load(p + 2, 18, n, g))                          \
-    X(q4_1, 3, 32, 20, 0, 1, 1, 0, NULL, nibbles_load(p + 4, 20, n, g))                          \
-    X(q5_0, 6, 32, 22, 16, 1, 0, 0, NULL,                                                        \
-      (nibbles_load(p + 6, 22, n, g), fifth_bits_load(p + 2, 22, n, g)))                         \
-    X(q5_1, 7, 32, 24, 0, 1, 1, 0, NULL,                                                         \
-      (nibbles_load(p + 8, 24, n, g), fifth_bits_load(p + 4, 24, n, g)))                         \
-    X(iq4_nl, 20, 32, 18, 128, 1, 0, 0, iq4_table, nibbles_load(p + 2, 18, n, g))                \
-    X(mxfp4, 39, 32, 17, 12, 1, 0, -1, fp4_table,                                                \
+    X(q4_0, 2, 32, 18, 8, 1, 0, 0, 0, NULL, nibbles_load(p + 2, 18, n, g))                       \
+    X(q4_1, 3, 32, 20, 0, 1, 1, 0, 0, NULL, nibbles_load(p + 4, 20, n, g))                       \
+    X(q5_0, 6, 32, 22, 16, 1, 0, 2, 0, NULL, nibbles_load(p + 6, 22, n, g))                      \
+    X(q5_1, 7, 32, 24, 0, 1, 1, 4, 0, NULL, nibbles_load(p + 8, 24, n, g))                       \
+    X(iq4_nl, 20, 32, 18, 128, 1, 0, 0, 0, iq4_table, nibbles_load(p + 2, 18, n, g))             \
+    X(mxfp4, 39, 32, 17, 12, 1, 0, 0, -1, fp4_table,                                             \
       (nibbles_load(p + 1, 17, n, g), mxfp4_scales(p, n, g)))                                    \
-    X(q2_K, 10, 256, 84, 0, 2, 2, 80, NULL, q2_K_group(p, g))                                    \
-    X(q3_K, 11, 256, 110, 4, 2, 0, 108, NULL, q3_K_group(p, g))                                  \
-    X(q4_K, 12, 256, 144, 0, 1, 1, 0, NULL, q4_K_group(p + 4, p + 16, g))                        \
-    X(q5_K, 13, 256, 176, 0, 1, 1, 0, NULL, (q4_K_group(p + 4, p + 48, g), q5_K_bits(p + 16, g)))\
-    X(q6_K, 14, 256, 210, 32, 2, 0, 208, NULL, q6_K_group(p, g))                                 \
-    X(iq4_xs, 23, 256, 136, 128, 1, 0, 0, iq4_table,                                             \
+    X(q2_K, 10, 256, 84, 0, 2, 2, 0, 80, NULL, q2_K_group(p, g))                                 \
+    X(q3_K, 11, 256, 110, 4, 2, 0, 0, 108, NULL, q3_K_group(p, g))                               \
+    X(q4_K, 12, 256, 144, 0, 1, 1, 0, 0, NULL, q4_K_group(p + 4, p + 16, g))                     \
+    X(q5_K, 13, 256, 176, 0, 1, 1, 0, 0, NULL, \
+      (q4_K_group(p + 4, p + 48, g), q5_K_bits(p + 16, g)))                                      \
+    X(q6_K, 14, 256, 210, 32, 2, 0, 0, 208, NULL, q6_K_group(p, g))                              \
+    X(iq4_xs, 23, 256, 136, 128, 1, 0, 0, 0, iq4_table,                                          \
       (nibbles_load(p + 8, 16, 8, g), iq4_xs_scales(p, g)))                                      \
-    X(tq1_0, 34, 256, 54, 1, 1, 0, 52, NULL, (tq1_0_group(p, g), g->sc[0] = (V8i){0} + 1))       \
-    X(tq2_0, 35, 256, 66, 1, 1, 0, 64, NULL, (pairs_load(p, g), g->sc[0] = (V8i){0} + 1))
+    X(tq1_0, 34, 256, 54, 1, 1, 0, 0, 52, NULL, (tq1_0_group(p, g), g->sc[0] = (V8i){0} + 1))    \
+    X(tq2_0, 35, 256, 66, 1, 1, 0, 0, 64, NULL, (pairs_load(p, g), g->sc[0] = (V8i){0} + 1))
 // Float formats: name, GGUF type, bytes, the value at p. bin is version 2 whose groups cross rows;
 // it has no vector dot, its rows are always expanded first.
 #define FLOATS(X)                              \
@@ -809,35 +807,191 @@ static const uint8_t *weight_at(const Tensor *t, int64_t row, int64_t k, int blo
 FLOATS_AND_BIN(X)
 #undef X
 
-#define X(name, id, block, bytes, offset, scales, minima, d_at, table, load)                     \
-    INLINE void name##_load(const Tensor *t, const uint8_t *p, int n, Group *g) {                \
-        (void)t, (void)n, load;                                                                  \
+// ---- what an instruction set does in its own way. All kernels below are written once, in terms of
+// these: each is compiled with one of the tables as a constant, so that the calls are inlined.
+// Pointers instead of values: how a vector is passed depends on the instruction set.
+typedef struct {
+    void (*fma)(const V8f *a, const V8f *b, V8f *c);       // c += a * b, rounded once
+    void (*fma_or)(const V8f *a, const V8f *b, V8f *c);    // or twice where it would be slow
+    void (*floats)(const V8i *a, V8f *b);
+    void (*load)(uint32_t id, const uint8_t *p, V8f *v);   // eight weights of f32, f16, bf16
+    void (*halves)(const uint8_t *p, int step, int n, V8f *v); // f16: n <= 8 and MISSING ones
+    void (*look_up)(const uint8_t table[16], V32 *u);
+    void (*fifth_bits)(const uint8_t *bits, V32 *u);       // u |= 16 where the bit is set
+    // of eight blocks times q, even-numbered values first: sums of their first, second 16
+    void (*sums)(const V32 *u, int n, const int16_t *q, V8i s[2]);
+    void (*pack)(const V8i v[4], int16_t *q, int32_t sum[2]); // 32 integers, even-numbered first
+} Simd;
+
+static void fma_c(const V8f *a, const V8f *b, V8f *c) {
+    for (int i = 0; i < 8; i++) (*c)[i] = fmaf((*a)[i], (*b)[i], (*c)[i]);
+}
+
+static void fma_or_c(const V8f *a, const V8f *b, V8f *c) {
+    if (FMA_IS_FAST) fma_c(a, b, c);
+    else *c += *a * *b;
+}
+
+static void floats_c(const V8i *a, V8f *b) {
+    for (int i = 0; i < 8; i++) (*b)[i] = (float)(*a)[i];
+}
+
+static void load_c(uint32_t id, const uint8_t *p, V8f *v) {
+    for (int i = 0; i < 8; i++)
+        (*v)[i] = id == 0 ? f32_at(p + 4 * i) : id == 1 ? f16_at(p + 2 * i)
+                                                         : bf16_to_f32(u16_at(p + 2 * i));
+}
+
+static void halves_c(const uint8_t *p, int step, int n, V8f *v) {
+    for (int i = 0; i < 8; i++) (*v)[i] = i < n ? f16_at(p + step * i) : MISSING;
+}
+
+static void look_up_c(const uint8_t table[16], V32 *u) {
+    for (int k = 0; k < 32; k++) ((uint8_t *)u)[k] = table[((uint8_t *)u)[k]];
+}
+
+static void fifth_bits_c(const uint8_t *bits, V32 *u) {
+    for (int k = 0; k < 32; k++) ((uint8_t *)u)[k] |= (bits[k / 8] >> k % 8 & 1) << 4;
+}
+
+static void sums_c(const V32 *u, int n, const int16_t *q, V8i s[2]) {
+    s[0] = s[1] = (V8i){0};
+    for (int k = 0; k < 32 * n; k++)
+        s[k % 32 / 16][k / 32] += ((const uint8_t *)u)[k]
+                                  * q[k / 32 * 32 + k % 2 * 16 + k % 32 / 2];
+}
+
+static void pack_c(const V8i v[4], int16_t *q, int32_t sum[2]) {
+    sum[0] = sum[1] = 0;
+    for (int k = 0; k < 32; k++) {
+        q[k % 2 * 16 + k / 2] = (int16_t)v[k / 8][k % 8];
+        sum[k / 16] += v[k / 8][k % 8];
+    }
+}
+
+static const Simd simd_c = {fma_c,     fma_or_c,     floats_c, load_c, halves_c,
+                            look_up_c, fifth_bits_c, sums_c,   pack_c};
+
+#ifdef HAVE_X86
+// Vector code is compiled for its instruction set whatever the command line says; isa_best() looks
+// before any of it runs.
+#define AVX2_TARGET __attribute__((target("avx2,fma,f16c")))
+#define AVX2 AVX2_TARGET __attribute__((always_inline)) static inline
+#define AVX2_CALL AVX2_TARGET __attribute__((noinline)) static
+
+AVX2 __m256i load32(const void *p) { return _mm256_loadu_si256(p); }
+
+AVX2 void fma_avx2(const V8f *a, const V8f *b, V8f *c) { *c = _mm256_fmadd_ps(*a, *b, *c); }
+
+AVX2 void floats_avx2(const V8i *a, V8f *b) { *b = _mm256_cvtepi32_ps((__m256i)*a); }
+
+AVX2 void load_avx2(uint32_t id, const uint8_t *p, V8f *v) {
+    if (id == 0) *v = _mm256_loadu_ps((const float *)p);
+    else if (id == 1) *v = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+    else {
+        __m256i h = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+        *v = (V8f)_mm256_slli_epi32(h, 16);
+    }
+}
+
+AVX2 void halves_avx2(const uint8_t *p, int step, int n, V8f *v) {
+    int16_t h[8];
+    UNROLL for (int i = 0; i < 8; i++) h[i] = (int16_t)(i < n ? u16_at(p + step * i) : 0x8000);
+    *v = _mm256_cvtph_ps(_mm_setr_epi16(h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]));
+}
+
+AVX2 void look_up_avx2(const uint8_t table[16], V32 *u) {
+    __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)table));
+    *u = (V32)_mm256_shuffle_epi8(t, (__m256i)*u);
+}
+
+AVX2 void fifth_bits_avx2(const uint8_t *bits, V32 *u) {
+    int32_t all;
+    memcpy(&all, bits, 4);
+    const __m256i byte = (__m256i)(V32){0, EACH(1), EACH(2), EACH(3)};
+    const __m256i bit = _mm256_set1_epi64x((int64_t)0x8040201008040201);
+    __m256i v = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(all), byte), bit);
+    *u |= (V32)_mm256_cmpeq_epi8(v, bit) & EACH(16);
+}
+
+AVX2 void sums_avx2(const V32 *u, int n, const int16_t *q, V8i s[2]) {
+    __m256i part[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()}, v[4];
+    UNROLL for (int h = 0; h < 2; h++) { // four blocks at a time
+        if (n <= 4 * h) break;
+        UNROLL for (int i = 0; i < 4; i++, q += 32) {
+            __m256i w = (__m256i)u[4 * h + i], even = _mm256_and_si256(w, _mm256_set1_epi16(255));
+            v[i] = _mm256_add_epi32(_mm256_madd_epi16(even, load32(q)),
+                                    _mm256_madd_epi16(_mm256_srli_epi16(w, 8), load32(q + 16)));
+        }
+        v[0] = _mm256_hadd_epi32(v[0], v[1]), v[2] = _mm256_hadd_epi32(v[2], v[3]);
+        part[h] = _mm256_hadd_epi32(v[0], v[2]);
+    }
+    s[0] = (V8i)_mm256_permute2x128_si256(part[0], part[1], 0x20);
+    s[1] = (V8i)_mm256_permute2x128_si256(part[0], part[1], 0x31);
+}
+
+AVX2 void pack_avx2(const V8i v[4], int16_t *q, int32_t sum[2]) {
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), one = _mm256_set1_epi16(1);
+    __m256i part[2];
+    UNROLL for (int i = 0; i < 2; i++) { // even-numbered, odd-numbered
+        __m256 a = i ? _mm256_shuffle_ps((__m256)v[0], (__m256)v[1], 0xDD)
+                     : _mm256_shuffle_ps((__m256)v[0], (__m256)v[1], 0x88);
+        __m256 b = i ? _mm256_shuffle_ps((__m256)v[2], (__m256)v[3], 0xDD)
+                     : _mm256_shuffle_ps((__m256)v[2], (__m256)v[3], 0x88);
+        __m256i all = _mm256_packs_epi32((__m256i)a, (__m256i)b);
+        all = _mm256_permutevar8x32_epi32(all, order);
+        _mm256_storeu_si256((__m256i *)(void *)(q + 16 * i), all);
+        part[i] = _mm256_madd_epi16(all, one);
+    }
+    __m256i s = _mm256_add_epi32(part[0], part[1]);
+    s = _mm256_hadd_epi32(s, s), s = _mm256_hadd_epi32(s, s);
+    sum[0] = _mm256_extract_epi32(s, 0), sum[1] = _mm256_extract_epi32(s, 4);
+}
+
+static const Simd simd_avx2 = {fma_avx2,     fma_avx2,        floats_avx2, load_avx2, halves_avx2,
+                               look_up_avx2, fifth_bits_avx2, sums_avx2,   pack_avx2};
+#endif
+
+// ---- quantised weights: groups and dots
+#define X(name, id, block, bytes, offset, scales, minima, bits, d_at, table, load) \
+    INLINE void name##_load(const Tensor *t, const uint8_t *p, int n, Group *g) {  \
+        (void)t, (void)n, load;                                                    \
     }
 QUANTISED(X)
 #undef X
 
-// Opens n of the eight blocks at p; the vector form of the second half is finish_avx2
-static void open_c(const Tensor *t, const uint8_t *p, int n, Group *g) {
-    const Format *f = t->format;
-    const bool times = f->block == 256; // s and m are products
-    uint8_t *u = (uint8_t *)g->u;
+// Opens n of the eight blocks at p
+INLINE void group_open(const Simd *v, const Format *f, const Tensor *t, const uint8_t *p, int n,
+                       Group *g) {
     f->load(t, p, n, g);
-    for (int k = 0; f->table && k < 32 * n; k++) u[k] = f->table[u[k]];
-    for (int i = 0; f->d_at >= 0 && i < n; i++) {
-        const uint8_t *d = p + f->d_at + (times ? 0 : i * f->bytes);
-        for (int h = 0; h < f->scales; h++)
-            g->s[h][i] = times ? f16_at(d) * (float)g->sc[h][i] : f16_at(d);
-        for (int h = 0; h < f->minima; h++)
-            g->m[h][i] = times ? -(f16_at(d + 2) * (float)g->mn[h][i]) : f16_at(d + 2);
+    UNROLL for (int i = 0; i < 8; i++) {
+        if (i % 4 == 0 && i >= n) break;
+        if (f->bits_at) v->fifth_bits(p + MIN(i, n - 1) * f->bytes + f->bits_at, &g->u[i]);
+        if (f->table) v->look_up(f->table, &g->u[i]);
     }
+    if (f->d_at < 0) return;
+    const int step = f->block == 32 ? f->bytes : 0;
+    v->halves(p + f->d_at, step, n, &g->s[0]);
+    if (f->minima) v->halves(p + f->d_at + 2, step, n, &g->m[0]);
+    if (step) return;
+    g->s[1] = g->s[0], g->m[1] = g->m[0];
+    UNROLL for (int h = 0; h < 2; h++) {
+        V8f units;
+        if (h < f->scales) v->floats(&g->sc[h], &units), g->s[h] *= units;
+        if (h < f->minima) v->floats(&g->mn[h], &units), g->m[h] = -(g->m[h] * units);
+    }
+}
+
+static void open_c(const Tensor *t, const uint8_t *p, int n, Group *g) {
+    group_open(&simd_c, t->format, t, p, n, g);
 }
 
 // The minimum is added to the rounded product: two roundings
 static void quantised_expand(const Tensor *t, int64_t row, int64_t k, int n, float *out) {
     const Format *f = t->format;
     const uint8_t *p = weight_at(t, row, k, f->block, f->bytes);
-    Group g;
     for (int j = 0; j < n; j += 256, p += 256 / f->block * f->bytes) {
+        Group g = {0};
         open_c(t, p, MIN(8, (n - j) / 32), &g);
         for (int i = 0; i < MIN(256, n - j); i++) {
             int b = i / 32, h = i % 32 / 16;
@@ -847,364 +1001,216 @@ static void quantised_expand(const Tensor *t, int64_t row, int64_t k, int n, flo
     }
 }
 
-// ---- the products in plain C
 static float lanes_fold(const float *l) {
     return ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
 }
 
-// Number i of the blocks opened is block j of the row; q has the even-numbered activations first
-static void block_step(const Format *f, const Group *g, int i, const Acts *x, int column, int64_t j,
-                       float *lane) {
-    const uint8_t *u = (const uint8_t *)&g->u[i];
-    const int16_t *q = x->q + column * x->ldq + 32 * j;
+INLINE void lanes_step(const Simd *v, const V8f *dx, const V8f *scale, const V8i *sum, V8f *lanes) {
+    V8f product = *dx * *scale, s;
+    v->floats(sum, &s);
+    v->fma(&product, &s, lanes);
+}
+
+// The n <= 8 blocks of a group times a column: lane i takes its steps for block i at q
+INLINE void group_step(const Simd *v, const Format *f, int scales, int minima, const Group *g,
+                       int n, const Acts *x, int64_t column, int64_t j, V8f *lanes) {
+    V8i s[2], halves[2], both;
+    V8f dx;
     const int32_t *sum = x->sum + 2 * column * x->ldb + j;
-    const float dx = x->dx[column * x->ldb + j];
-    int32_t s[2] = {0}, sums[2] = {sum[0], sum[x->ldb]};
-    for (int k = 0; k < 32; k++) s[k / 16] += (u[k] - f->offset) * q[k % 2 * 16 + k / 2];
-    if (f->scales == 1) s[0] += s[1];
-    if (f->minima == 1) sums[0] += sums[1];
-    for (int h = 0; h < f->scales; h++) *lane = fmaf(dx * g->s[h][i], (float)s[h], *lane);
-    for (int h = 0; h < f->minima; h++) *lane = fmaf(dx * g->m[h][i], (float)sums[h], *lane);
-}
-
-static void quantised_dot_c(const Product *p, const int64_t *row, const Acts *x, int first, int n) {
-    const Tensor *t = p->w;
-    const Format *f = t->format;
-    Group g;
-    for (int r = 0; r < 4; r++) {
-        float l[COLUMNS][LANES] = {{0}};
-        for (int64_t j = 0; j < t->cols / 32; j++) {
-            int i = (int)(j % 8);
-            if (i == 0) open_c(t, weight_at(t, row[r], 32 * j, f->block, f->bytes),
-                                   (int)MIN(8, t->cols / 32 - j), &g);
-            for (int c = 0; c < n; c++) block_step(f, &g, i, x, first + c, j, &l[c][i]);
-        }
-        for (int c = 0; c < n; c++) p->y[(first + c) * p->ldy + row[r]] = lanes_fold(l[c]);
+    memcpy(&dx, x->dx + column * x->ldb + j, 32);
+    memcpy(&halves[0], sum, 32), memcpy(&halves[1], sum + x->ldb, 32);
+    both = halves[0] + halves[1];
+    v->sums(g->u, n, x->q + column * x->ldq + 32 * j, s);
+    if (scales == 1) s[0] += s[1];
+    if (!minima) {
+        s[0] -= (scales == 1 ? both : halves[0]) * f->offset;
+        s[1] -= halves[1] * f->offset;
     }
+    lanes_step(v, &dx, &g->s[0], &s[0], lanes);
+    if (scales == 2) lanes_step(v, &dx, &g->s[1], &s[1], lanes);
+    if (minima) lanes_step(v, &dx, &g->m[0], minima == 1 ? &both : &halves[0], lanes);
+    if (minima == 2) lanes_step(v, &dx, &g->m[1], &halves[1], lanes);
 }
 
-static void float_dot_c(const Product *p, const int64_t *row, const Acts *x, int first, int n) {
-    const Tensor *t = p->w;
-    float w[FLOAT_BLOCK];
-    for (int r = 0; r < 4; r++) {
-        float y[COLUMNS] = {0}; // not p->y: another thread may make the same row once more
-        for (int64_t k = 0; k < t->cols; k += FLOAT_BLOCK) {
-            int len = (int)MIN(FLOAT_BLOCK, t->cols - k);
-            t->format->expand(t, row[r], k, len, w);
-            for (int c = 0; c < n; c++) {
-                const float *v = x->x + (first + c) * x->ldx + k;
-                float l[LANES] = {0};
-                for (int i = 0; i < len; i++)
-                    l[i % LANES] = fma_or(FMA_IS_FAST, w[i], v[i], l[i % LANES]);
-                y[c] = k ? y[c] + lanes_fold(l) : lanes_fold(l);
-            }
-        }
-        for (int c = 0; c < n; c++) p->y[(first + c) * p->ldy + row[r]] = y[c];
-    }
-}
-
-// 16-bit activations of a block; q: its even-numbered values, then its odd. NaN or infinity make
-// the scale NaN, and with it every result.
-static void quantise_block(const float *x, int16_t *q, float *dx, int32_t *sum, int64_t ldb) {
-    float a = 0;
-    bool finite = true;
-    for (int k = 0; k < 32; k++) finite &= fabsf(x[k]) < INFINITY, a = fmaxf(a, fabsf(x[k]));
-    const bool zero = !finite || a < 0x1p-100f;
-    const float r = zero ? 0 : 32767 / a;
-    *dx = !finite ? NAN : zero ? 0 : a / 32767;
-    sum[0] = sum[ldb] = 0;
-    for (int k = 0; k < 32; k++) {
-        int v = zero ? 0 : (int)lrintf(x[k] * r);
-        q[k % 2 * 16 + k / 2] = (int16_t)v;
-        sum[k / 16 * ldb] += v;
-    }
-}
-
-static void quantise_c(const Acts *a, int row) {
-    for (int64_t j = 0; j < a->cols / 32; j++)
-        quantise_block(a->x + row * a->ldx + 32 * j, a->q + row * a->ldq + 32 * j,
-                       a->dx + row * a->ldb + j, a->sum + 2 * row * a->ldb + j, a->ldb);
-}
-
-#ifdef HAVE_X86
-// ---- AVX2: groups. Vector code is compiled for its instruction set whatever the command line
-// says; isa_best() looks before any of it runs.
-#define AVX2_TARGET __attribute__((target("avx2,fma,f16c")))
-#define AVX2 AVX2_TARGET __attribute__((always_inline)) static inline
-#define AVX2_CALL AVX2_TARGET __attribute__((noinline)) static
-
-AVX2 __m256i load32(const void *p) { return _mm256_loadu_si256(p); }
-
-AVX2 __m256 f16_each(const uint8_t *p, int bytes, int n) { // an f16 from each of 8 blocks
-    uint16_t h[8];
-    UNROLL for (int i = 0; i < 8; i++) h[i] = i < n ? u16_at(p + bytes * i) : 0x8000; // MISSING
-    return _mm256_cvtph_ps(_mm_setr_epi16((short)h[0], (short)h[1], (short)h[2], (short)h[3],
-                                          (short)h[4], (short)h[5], (short)h[6], (short)h[7]));
-}
-
-AVX2 __m256 f16_times(const uint8_t *p, V8i v) {
-    __m256 d = _mm256_cvtph_ps(_mm_set1_epi16((short)u16_at(p)));
-    return _mm256_mul_ps(d, _mm256_cvtepi32_ps((__m256i)v));
-}
-
-// f is a constant wherever this is inlined: one case remains
-AVX2 void finish_avx2(const Format *f, const uint8_t *p, int n, Group *g) {
-    if (f->table) {
-        __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)f->table));
-        UNROLL for (int i = 0; i < 8; i++)
-            g->u[i] = (V32)_mm256_shuffle_epi8(table, (__m256i)g->u[i]);
-    }
-    const uint8_t *d = p + f->d_at;
-    if (f->block == 256) {
-        g->s[0] = f16_times(d, g->sc[0]);
-        if (f->scales == 2) g->s[1] = f16_times(d, g->sc[1]);
-        if (f->minima) g->m[0] = -f16_times(d + 2, g->mn[0]);
-        if (f->minima == 2) g->m[1] = -f16_times(d + 2, g->mn[1]);
-    } else if (f->d_at >= 0) {
-        g->s[0] = f16_each(d, f->bytes, n);
-        if (f->minima) g->m[0] = f16_each(d + 2, f->bytes, n);
-    }
-}
-
-#define X(name, id, block, ...)                                                        \
-    AVX2_CALL void name##_open(const Tensor *t, const uint8_t *p, int n, Group *g) {   \
-        if (block == 32 && n < 8) {                                                    \
-            memset(g->u, 0, sizeof g->u);                                              \
-            name##_load(t, p, n, g), finish_avx2(&formats[F_##name], p, n, g);         \
-        } else name##_load(t, p, 8, g), finish_avx2(&formats[F_##name], p, 8, g);      \
-    }
-QUANTISED(X)
-#undef X
-
-// ---- AVX2: dots, straight from the file
-AVX2 float lanes_fold_avx2(__m256 l) {
-    __m128 a = _mm_add_ps(_mm256_castps256_ps128(l), _mm256_extractf128_ps(l, 1));
-    a = _mm_add_ps(a, _mm_movehl_ps(a, a));
-    return _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)));
-}
-
-AVX2 __m256 step_avx2(__m256 dx, __m256 scale, __m256i sum, __m256 lane) {
-    return _mm256_fmadd_ps(_mm256_mul_ps(dx, scale), _mm256_cvtepi32_ps(sum), lane);
-}
-
-// The n <= 8 blocks of a group times `cols` columns: lane i of l[c] takes its steps for block j + i
-AVX2 void group_steps(const Format *f, int scales, int minima, int cols, const Group *g, int n,
-                      const Acts *x, int64_t first, int64_t j, float (*l)[LANES]) {
-    __m256i s[2][COLUMNS];
-    UNROLL for (int c = 0; c < cols; c++) s[0][c] = s[1][c] = _mm256_setzero_si256();
-    UNROLL for (int h = 0; h < 2; h++) { // four blocks: exact sums of their first and second 16
-        __m256i even[4], odd[4], v[4];
-        if (n <= 4 * h) break;
-        UNROLL for (int i = 0; i < 4; i++) {
-            even[i] = _mm256_and_si256((__m256i)g->u[4 * h + i], _mm256_set1_epi16(255));
-            odd[i] = _mm256_srli_epi16((__m256i)g->u[4 * h + i], 8);
-        }
-        UNROLL for (int c = 0; c < cols; c++) {
-            const int16_t *q = x->q + (first + c) * x->ldq + 32 * (j + 4 * h);
-            UNROLL for (int i = 0; i < 4; i++)
-                v[i] = _mm256_add_epi32(_mm256_madd_epi16(even[i], load32(q + 32 * i)),
-                                        _mm256_madd_epi16(odd[i], load32(q + 32 * i + 16)));
-            v[0] = _mm256_hadd_epi32(v[0], v[1]), v[2] = _mm256_hadd_epi32(v[2], v[3]);
-            s[h][c] = _mm256_hadd_epi32(v[0], v[2]);
-        }
-    }
-    UNROLL for (int c = 0; c < cols; c++) {
-        const int32_t *sum = x->sum + 2 * (first + c) * x->ldb + j;
-        const __m256 dx = _mm256_loadu_ps(x->dx + (first + c) * x->ldb + j);
-        const __m256i offset = _mm256_set1_epi32(f->offset);
-        __m256i s0 = _mm256_permute2x128_si256(s[0][c], s[1][c], 0x20), x0 = load32(sum);
-        __m256i s1 = _mm256_permute2x128_si256(s[0][c], s[1][c], 0x31), x1 = load32(sum + x->ldb);
-        __m256i both = _mm256_add_epi32(x0, x1);
-        __m256 lane = _mm256_loadu_ps(l[c]);
-        if (scales == 1) s0 = _mm256_add_epi32(s0, s1);
-        if (!minima) {
-            s0 = _mm256_sub_epi32(s0, _mm256_mullo_epi32(scales == 1 ? both : x0, offset));
-            s1 = _mm256_sub_epi32(s1, _mm256_mullo_epi32(x1, offset));
-        }
-        lane = step_avx2(dx, g->s[0], s0, lane);
-        if (scales == 2) lane = step_avx2(dx, g->s[1], s1, lane);
-        if (minima) lane = step_avx2(dx, g->m[0], minima == 1 ? both : x0, lane);
-        if (minima == 2) lane = step_avx2(dx, g->m[1], x1, lane);
-        _mm256_storeu_ps(l[c], lane);
-    }
-}
-
-AVX2 void prefetch(const uint8_t *p, int bytes) { // 1 KB ahead in each of four streams
-    UNROLL for (int i = 0; i < bytes; i += 64)
-        _mm_prefetch((const char *)p + 1024 + i, _MM_HINT_T0);
-}
-
-// Four rows times several columns, each group opened once; bytes: of eight blocks of 32 weights
-AVX2 void groups(int scales, int minima, const Tensor *t, const uint8_t **p, int bytes,
-                 const Acts *x, int first, int n, float l[4][COLUMNS][LANES]) {
-    const Format *f = t->format;
-    Group g;
-    for (int64_t j = 0; j < t->cols / 32; j += 8)
-        for (int r = 0; r < 4; r++, p[r - 1] += bytes) {
-            prefetch(p[r], 8 * 34);
-            const int b = (int)MIN(8, t->cols / 32 - j), last = first + n - 1;
-            f->open(t, p[r], b, &g);
-            if (n == 4) group_steps(f, scales, minima, 4, &g, b, x, first, j, l[r]);
-            if (n == 2 || n == 3) group_steps(f, scales, minima, 2, &g, b, x, first, j, l[r]);
-            if (n % 2) group_steps(f, scales, minima, 1, &g, b, x, last, j, l[r] + n - 1);
-        }
-}
-
-AVX2_CALL void groups_avx2(const Tensor *t, const uint8_t **p, int bytes, const Acts *x, int first,
-                           int n, float l[4][COLUMNS][LANES]) {
-    const Format *f = t->format;
-    if (f->minima == 2) groups(2, 2, t, p, bytes, x, first, n, l);
-    else if (f->scales == 2) groups(2, 0, t, p, bytes, x, first, n, l);
-    else if (f->minima) groups(1, 1, t, p, bytes, x, first, n, l);
-    else groups(1, 0, t, p, bytes, x, first, n, l);
-}
-
-// One column, the case of decode, is compiled for each format
-AVX2 void quantised_dot_avx2(const Format *f, const Product *y, const int64_t *row, const Acts *x,
-                             int first, int n) {
+// Four rows times n columns. known: f is a constant, its group is opened inline.
+INLINE void quantised_dot(const Simd *v, const Format *f, bool known, int scales, int minima,
+                          const Product *y, const int64_t *row, const Acts *x, int first, int n) {
     const Tensor *t = y->w;
     const int bytes = 256 / f->block * f->bytes;
-    float l[4][COLUMNS][LANES];
+    V8f l[4][COLUMNS] = {{{0}}};
     const uint8_t *p[4];
-    int64_t blocks = t->cols / 32, j = 0;
-    for (int r = 0; r < 4; r++) {
-        p[r] = t->data + (size_t)row[r] * t->stride;
-        for (int c = 0; c < n; c++) _mm256_storeu_ps(l[r][c], _mm256_setzero_ps());
-    }
-    if (n > 1) groups_avx2(t, p, bytes, x, first, n, l), j = blocks;
+    const int64_t blocks = t->cols / 32;
+    int64_t j = 0;
+    for (int r = 0; r < 4; r++) p[r] = t->data + (size_t)row[r] * t->stride;
     for (; j + 8 <= blocks; j += 8)
         for (int r = 0; r < 4; r++, p[r - 1] += bytes) {
             Group g;
-            prefetch(p[r], bytes);
-            f->load(t, p[r], 8, &g), finish_avx2(f, p[r], 8, &g);
-            group_steps(f, f->scales, f->minima, 1, &g, 8, x, first, j, l[r]);
+            UNROLL for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p[r] + 1024 + i);
+            if (known) group_open(v, f, t, p[r], 8, &g);
+            else f->open(t, p[r], 8, &g);
+            for (int c = 0; c < n; c++)
+                group_step(v, f, scales, minima, &g, 8, x, first + c, j, &l[r][c]);
         }
-    for (int r = 0; f->block == 32 && j < blocks && r < 4; r++) {
-        Group g;
-        f->open(t, p[r], (int)(blocks - j), &g);
-        group_steps(f, f->scales, f->minima, 1, &g, (int)(blocks - j), x, first, j, l[r]);
+    for (int r = 0; j < blocks && r < 4; r++) {
+        Group g = {0};
+        if (known) group_open(v, f, t, p[r], (int)(blocks - j), &g);
+        else f->open(t, p[r], (int)(blocks - j), &g);
+        for (int c = 0; c < n; c++)
+            group_step(v, f, scales, minima, &g, (int)(blocks - j), x, first + c, j, &l[r][c]);
     }
     for (int c = 0; c < n; c++)
-        for (int r = 0; r < 4; r++)
-            y->y[(first + c) * y->ldy + row[r]] = lanes_fold_avx2(_mm256_loadu_ps(l[r][c]));
+        for (int r = 0; r < 4; r++) {
+            float lanes[8];
+            memcpy(lanes, &l[r][c], 32);
+            y->y[(first + c) * y->ldy + row[r]] = lanes_fold(lanes);
+        }
 }
 
-#define X(name, ...)                                                                            \
-    AVX2_CALL void name##_dot(const Product *p, const int64_t *row, const Acts *x, int first,   \
-                              int n) {                                                          \
-        quantised_dot_avx2(&formats[F_##name], p, row, x, first, n);                            \
+static void quantised_dot_c(const Product *p, const int64_t *row, const Acts *x, int first, int n) {
+    const Format *f = p->w->format;
+    quantised_dot(&simd_c, f, true, f->scales, f->minima, p, row, x, first, n);
+}
+
+#ifdef HAVE_X86
+#define X(name, id, block, ...)                                                      \
+    AVX2_CALL void name##_open(const Tensor *t, const uint8_t *p, int n, Group *g) { \
+        if (block == 256 || n == 8) {                                                \
+            group_open(&simd_avx2, &formats[F_##name], t, p, 8, g);                  \
+            return;                                                                  \
+        }                                                                            \
+        memset(g, 0, sizeof *g);                                                     \
+        group_open(&simd_avx2, &formats[F_##name], t, p, n, g);                      \
     }
 QUANTISED(X)
 #undef X
 
-AVX2 __m256 float8(uint32_t id, const uint8_t *p) { // id: 0 f32, 1 f16, 30 bf16
-    if (id == 0) return _mm256_loadu_ps((const float *)p);
-    __m128i h = _mm_loadu_si128((const __m128i *)p);
-    if (id == 1) return _mm256_cvtph_ps(h);
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+// Several columns: a group is opened once for all
+AVX2_CALL void columns_avx2(const Product *p, const int64_t *row, const Acts *x, int first, int n) {
+    const Format *f = p->w->format;
+#define IF(n_scales, n_minima, cols)                                          \
+    if (f->scales == n_scales && f->minima == n_minima && n == cols)          \
+        quantised_dot(&simd_avx2, f, false, n_scales, n_minima, p, row, x, first, cols)
+    IF(1, 0, 4); IF(1, 1, 4); IF(2, 0, 4); IF(2, 2, 4);
+    IF(1, 0, 3); IF(1, 1, 3); IF(2, 0, 3); IF(2, 2, 3);
+    IF(1, 0, 2); IF(1, 1, 2); IF(2, 0, 2); IF(2, 2, 2);
+#undef IF
 }
 
-// Four rows times cols columns of up to FLOAT_BLOCK weights, a multiple of eight, from the file
-AVX2 void float_block(uint32_t id, int size, int cols, const Tensor *t, const int64_t *row,
-                      int64_t k, const float *x, int64_t ldx, float total[4][COLUMNS]) {
-    const uint8_t *w[4];
-    __m256 v[3], l[4][3];
-    UNROLL for (int r = 0; r < 4; r++) {
-        w[r] = weight_at(t, row[r], k, 1, size);
-        UNROLL for (int c = 0; c < cols; c++) l[r][c] = _mm256_setzero_ps();
-    }
-    for (int i = 0; i < MIN(FLOAT_BLOCK, t->cols - k); i += 8) {
-        UNROLL for (int c = 0; c < cols; c++) v[c] = _mm256_loadu_ps(x + c * ldx + k + i);
-        UNROLL for (int r = 0; r < 4; r++) {
-            __m256 z = float8(id, w[r] + size * i);
-            UNROLL for (int c = 0; c < cols; c++) l[r][c] = _mm256_fmadd_ps(z, v[c], l[r][c]);
-        }
-    }
-    UNROLL for (int r = 0; r < 4; r++)
-        UNROLL for (int c = 0; c < cols; c++) {
-            float sum = lanes_fold_avx2(l[r][c]);
-            total[r][c] = k ? total[r][c] + sum : sum;
-        }
-}
-
-AVX2 void float_dot_avx2(uint32_t id, int size, const Product *p, const int64_t *row, const Acts *x,
-                         int first, int n) {
-    for (int c = first, cols; c < first + n; c += cols) {
-        const float *in = x->x + c * x->ldx;
-        float total[4][COLUMNS];
-        cols = MIN(3, first + n - c);
-        for (int64_t k = 0; k < p->w->cols; k += FLOAT_BLOCK)
-            if (cols == 3) float_block(id, size, 3, p->w, row, k, in, x->ldx, total);
-            else if (cols == 2) float_block(id, size, 2, p->w, row, k, in, x->ldx, total);
-            else float_block(id, size, 1, p->w, row, k, in, x->ldx, total);
-        for (int r = 0; r < 4; r++)
-            for (int z = 0; z < cols; z++) p->y[(c + z) * p->ldy + row[r]] = total[r][z];
-    }
-}
-
-#define X(name, id, size, value)                                                                \
+// One column, the case of decode, is compiled for each format
+#define X(name, id, block, bytes, offset, scales, minima, ...)                                  \
     AVX2_CALL void name##_dot(const Product *p, const int64_t *row, const Acts *x, int first,   \
                               int n) {                                                          \
-        float_dot_avx2(id, size, p, row, x, first, n);                                          \
+        if (n > 1) columns_avx2(p, row, x, first, n);                                           \
+        else quantised_dot(&simd_avx2, &formats[F_##name], true, scales, minima, p, row, x,     \
+                           first, 1);                                                           \
     }
-FLOATS(X)
+QUANTISED(X)
 #undef X
+#endif
 
-AVX2_CALL void quantise_avx2(const Acts *a, int row) {
-    const float *x = a->x + row * a->ldx;
-    float *dx = a->dx + row * a->ldb;
-    int16_t *q = a->q + row * a->ldq;
-    int32_t *sum = a->sum + 2 * row * a->ldb;
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), one = _mm256_set1_epi16(1);
-    for (int64_t j = 0; j < a->cols / 32; j++, x += 32, q += 32) {
-        __m256 v[4];
-        __m256i m = _mm256_setzero_si256(); // |x| keep their order as integers; NaN is above all
-        UNROLL for (int i = 0; i < 4; i++) {
-            v[i] = _mm256_loadu_ps(x + 8 * i);
-            __m256i bits = _mm256_castps_si256(v[i]);
-            m = _mm256_max_epi32(m, _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF)));
-        }
-        __m128i z = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
-        z = _mm_max_epi32(z, _mm_shuffle_epi32(z, 0x4E));
-        z = _mm_max_epi32(z, _mm_shuffle_epi32(z, 0xB1));
-        const float top = _mm_cvtss_f32(_mm_castsi128_ps(z));
-        if (!(top >= 0x1p-100f && top < INFINITY)) { // rare: the definition does it
-            quantise_block(x, q, dx + j, sum + j, a->ldb);
-            continue;
-        }
-        dx[j] = top / 32767;
-        __m256 r = _mm256_set1_ps(32767 / top);
-        UNROLL for (int i = 0; i < 4; i++) // now integers in float clothes, for the shuffle
-            v[i] = _mm256_castsi256_ps(_mm256_cvtps_epi32(_mm256_mul_ps(v[i], r)));
-        __m256 e0 = _mm256_shuffle_ps(v[0], v[1], 0x88), e1 = _mm256_shuffle_ps(v[2], v[3], 0x88);
-        __m256 o0 = _mm256_shuffle_ps(v[0], v[1], 0xDD), o1 = _mm256_shuffle_ps(v[2], v[3], 0xDD);
-        __m256i even = _mm256_packs_epi32(_mm256_castps_si256(e0), _mm256_castps_si256(e1));
-        __m256i odd = _mm256_packs_epi32(_mm256_castps_si256(o0), _mm256_castps_si256(o1));
-        even = _mm256_permutevar8x32_epi32(even, order);
-        odd = _mm256_permutevar8x32_epi32(odd, order);
-        _mm256_storeu_si256((__m256i *)q, even), _mm256_storeu_si256((__m256i *)(q + 16), odd);
-        __m256i s = _mm256_add_epi32(_mm256_madd_epi16(even, one), _mm256_madd_epi16(odd, one));
-        s = _mm256_hadd_epi32(s, s), s = _mm256_hadd_epi32(s, s);
-        sum[j] = _mm256_extract_epi32(s, 0), sum[j + a->ldb] = _mm256_extract_epi32(s, 4);
+// ---- float weights: dots
+// Eight weights from k on; past the row's end -0, which times 0 changes no lane
+INLINE void eight_weights(const Simd *v, const Format *f, const Tensor *t, int64_t row, int64_t k,
+                          V8f *w) {
+    if (k + 8 <= t->cols && f != &formats[F_bin]) {
+        v->load(f->id, weight_at(t, row, k, 1, f->bytes), w);
+        return;
+    }
+    float part[8] = {-0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f};
+    f->expand(t, row, k, (int)MIN(8, t->cols - k), part);
+    memcpy(w, part, 32);
+}
+
+INLINE void float_steps(const Simd *v, const Format *f, int cols, const Tensor *t,
+                        const int64_t *row, int64_t k, const float *x, int64_t ldx, V8f l[4][3]) {
+    V8f w, in[3];
+    UNROLL for (int c = 0; c < cols; c++) memcpy(&in[c], x + c * ldx + k, 32);
+    UNROLL for (int r = 0; r < 4; r++) {
+        eight_weights(v, f, t, row[r], k, &w);
+        UNROLL for (int c = 0; c < cols; c++) v->fma_or(&w, &in[c], &l[r][c]);
     }
 }
+
+// Four rows times cols <= 3 columns, straight from the file
+INLINE void float_dot(const Simd *v, const Format *f, int cols, const Product *p,
+                      const int64_t *row, const Acts *x, int first) {
+    const Tensor *t = p->w;
+    const float *in = x->x + first * x->ldx;
+    float y[4][3] = {{0}}, lanes[8]; // not p->y: another thread may make the same row once more
+    for (int64_t k = 0, end; k < t->cols; k = end) {
+        V8f l[4][3] = {{{0}}};
+        end = MIN(t->cols, k + FLOAT_BLOCK);
+        for (; k + 8 <= end; k += 8) float_steps(v, f, cols, t, row, k, in, x->ldx, l);
+        if (k < end) float_steps(v, f, cols, t, row, k, in, x->ldx, l);
+        for (int r = 0; r < 4; r++)
+            for (int c = 0; c < cols; c++) {
+                memcpy(lanes, &l[r][c], 32);
+                y[r][c] = end > FLOAT_BLOCK ? y[r][c] + lanes_fold(lanes) : lanes_fold(lanes);
+            }
+    }
+    for (int r = 0; r < 4; r++)
+        for (int c = 0; c < cols; c++) p->y[(first + c) * p->ldy + row[r]] = y[r][c];
+}
+
+static void float_dot_c(const Product *p, const int64_t *row, const Acts *x, int first, int n) {
+    for (int c = 0; c < n; c++) float_dot(&simd_c, p->w->format, 1, p, row, x, first + c);
+}
+
+#ifdef HAVE_X86
+#define X(name, ...)                                                                            \
+    AVX2_CALL void name##_dot(const Product *p, const int64_t *row, const Acts *x, int first,   \
+                              int n) {                                                          \
+        const Format *f = &formats[F_##name];                                                   \
+        for (; n >= 3; n -= 3, first += 3) float_dot(&simd_avx2, f, 3, p, row, x, first);       \
+        if (n == 2) float_dot(&simd_avx2, f, 2, p, row, x, first);                              \
+        if (n == 1) float_dot(&simd_avx2, f, 1, p, row, x, first);                              \
+    }
+FLOATS_AND_BIN(X)
+#undef X
+#endif
+
+// ---- activations as 16-bit blocks. NaN or infinity make the scale NaN, and with it every result.
+// Adding 1.5 * 2^23 rounds to integers; the sum's low bits are the integer.
+INLINE void quantise(const Simd *v, const Acts *a, int row) {
+    const float *x = a->x + row * a->ldx, magic = 12582912.0f;
+    float *dx = a->dx + row * a->ldb;
+    int16_t *q = a->q + row * a->ldq;
+    int32_t *sum = a->sum + 2 * row * a->ldb, sums[2];
+    for (int64_t j = 0; j < a->cols / 32; j++, x += 32, q += 32) {
+        V8f in[4];
+        V8i m = {0}, big, out[4]; // |x| keep their order as integers; NaN is above all
+        UNROLL for (int i = 0; i < 4; i++) {
+            memcpy(&in[i], x + 8 * i, 32);
+            V8i bits = (V8i)in[i] & 0x7FFFFFFF;
+            big = bits > m, m = (bits & big) | (m & ~big);
+        }
+        int32_t top = m[0];
+        for (int i = 1; i < 8; i++) top = MAX(top, m[i]);
+        const float most = f32_of_bits((uint32_t)top);
+        const bool finite = most < INFINITY, some = finite && most >= 0x1p-100f;
+        dx[j] = !finite ? NAN : some ? most / 32767 : 0;
+        const float r = some ? 32767 / most : 0;
+        UNROLL for (int i = 0; i < 4; i++) {
+            V8f rounded = in[i] * r + magic;
+            out[i] = some ? (V8i)rounded - 0x4B400000 : (V8i){0};
+        }
+        v->pack(out, q, sums);
+        sum[j] = sums[0], sum[j + a->ldb] = sums[1];
+    }
+}
+
+static void quantise_c(const Acts *a, int row) { quantise(&simd_c, a, row); }
+#ifdef HAVE_X86
+AVX2_CALL void quantise_avx2(const Acts *a, int row) { quantise(&simd_avx2, a, row); }
 
 // ---- panels: packing, AVX2 on every machine
 AVX2_CALL void float_pack(const Tensor *t, int64_t row, int64_t k, int len, Panel *p) {
-    const Format *f = t->format;
-    for (int r = 0; r < PANEL_ROWS; r++) {
-        const int64_t at = MIN(row + r, t->rows - 1);
-        const uint8_t *in = weight_at(t, at, k, 1, f->bytes);
+    for (int r = 0; r < PANEL_ROWS; r++)
         for (int i = 0; i < len; i += 8) {
-            float *out = p->w[r / 2][i / 8][r % 2];
-            if (f->dot[1] && i + 8 <= len) {
-                _mm256_storeu_ps(out, float8(f->id, in + f->bytes * i));
-                continue;
-            }
-            for (int z = 0; z < 8; z++) out[z] = -0.0f; // past the end; times 0 it changes no lane
-            f->expand(t, at, k + i, MIN(8, len - i), out);
+            V8f w;
+            eight_weights(&simd_avx2, t->format, t, MIN(row + r, t->rows - 1), k + i, &w);
+            memcpy(p->w[r / 2][i / 8][r % 2], &w, 32);
         }
-    }
 }
 
 // 8 x 8 of 32 bits: halves change places, then each half of four vectors is transposed
@@ -1429,7 +1435,7 @@ AVX2_CALL void float_fold(const PanelKernels *k, const float *part, int n, int r
     (void)k;
     for (int c = 0; c < n; c++)
         for (int r = 0; r < rows; r++) {
-            float sum = lanes_fold_avx2(_mm256_loadu_ps(part + (c * PANEL_ROWS + r) * LANES));
+            float sum = lanes_fold(part + (c * PANEL_ROWS + r) * LANES);
             y[c * ldy + r] = more ? y[c * ldy + r] + sum : sum;
         }
 }
@@ -1472,13 +1478,12 @@ static const struct {
 
 static const Format formats[F_COUNT] = {
 #define X(name, id, size, value)                                                  \
-    {#name, id, 1, size, false, 0, 1, 0, -1, NULL, NULL, NULL, name##_expand,     \
+    {#name, id, 1, size, false, 0, 1, 0, 0, -1, NULL, NULL, NULL, name##_expand,     \
      {float_dot_c, VECTOR(name##_dot)}},
-    FLOATS(X)
+    FLOATS_AND_BIN(X)
 #undef X
-    {"bin", 1000, 1, 1, false, 0, 1, 0, -1, NULL, NULL, NULL, bin_expand, {float_dot_c, NULL}},
-#define X(name, id, block, bytes, offset, scales, minima, d_at, table, load)      \
-    {#name, id, block, bytes, true, offset, scales, minima, d_at, table,          \
+#define X(name, id, block, bytes, offset, scales, minima, bits, d_at, table, load)      \
+    {#name, id, block, bytes, true, offset, scales, minima, bits, d_at, table,          \
      name##_load, VECTOR(name##_open), quantised_expand, {quantised_dot_c, VECTOR(name##_dot)}},
     QUANTISED(X)
 #undef X
@@ -1506,21 +1511,17 @@ static int isa_best(void) {
 #endif
     return ISA_C;
 }
-/* ---- vector primitives: the hot loops that are not matrix products
- *
- * Plain loops over eight lanes. The sum of squares and the maximum are compiled once more for AVX2
- * from the same text: the body is inlined into a function that carries the target. Where compilers
- * do not find good vector code by themselves (exp, attention over a half precision cache) an AVX2
- * form stands beside the loop and does the same operations in the same order: the same bits.
- */
+// ---- the hot loops that are not matrix products
 // sum of x[k]^2, lane k mod 8
-INLINE float sum_squares(bool fused, const float *x, int64_t n) {
-    float l[8] = {0};
+INLINE float sum_squares(const Simd *v, const float *x, int64_t n) {
+    V8f l = {0}, in;
+    float part[8] = {0};
     int64_t k = 0;
-    for (; k + 8 <= n; k += 8)
-        for (int i = 0; i < 8; i++) l[i] = fma_or(fused, x[k + i], x[k + i], l[i]);
-    for (int i = 0; k < n; k++, i++) l[i] = fma_or(fused, x[k], x[k], l[i]);
-    return lanes_fold(l);
+    for (; k + 8 <= n; k += 8) memcpy(&in, x + k, 32), v->fma_or(&in, &in, &l);
+    memcpy(part, x + k, sizeof(float) * (size_t)(n - k)); // 0 * 0 changes no lane
+    memcpy(&in, part, 32), v->fma_or(&in, &in, &l);
+    memcpy(part, &l, 32);
+    return lanes_fold(part);
 }
 
 // The largest of x[from] ... x[to - 1]; any order gives the same
@@ -1538,85 +1539,133 @@ INLINE float row_max(const float *x, int64_t from, int64_t to) {
 // EXP of the definition. x = n ln 2 + r with n a whole number and |r| <= ln 2 / 2; e^r by its
 // series to the seventh power (off by 5e-9 of the value), 2^n by adding to the exponent. The
 // rounding to n is the addition of 1.5 * 2^23, which also leaves n in the low bits. NaN stays NaN.
-#define EXP_LOW -87.0f
-#define EXP_HIGH 88.0f
-#define EXP_ROUND 12582912.0f
-#define LOG2_E 1.44269504f
-#define LN2_HIGH 0.693359375f           // few bits: n * LN2_HIGH is exact
-#define LN2_LOW -2.12194440e-4f
+#define ALL(x) {x, x, x, x, x, x, x, x}
+#define CHOOSE(mask, a, b) ((V8f)(((mask) & (V8i)(a)) | (~(mask) & (V8i)(b))))
+static const V8f exp_low = ALL(-87.0f), exp_high = ALL(88.0f), exp_round = ALL(12582912.0f),
+                 log2_e = ALL(1.44269504f),
+                 ln2[2] = {ALL(-0.693359375f), ALL(2.12194440e-4f)}, // n * the first is exact
+                 exp_series[8] = {ALL(1.0f / 5040), ALL(1.0f / 720), ALL(1.0f / 120),
+                                  ALL(1.0f / 24), ALL(1.0f / 6), ALL(0.5f), ALL(1.0f), ALL(1.0f)};
 
-INLINE float exp_one(bool fused, float x) {
-    x = EXP_LOW > x ? EXP_LOW : x;
-    x = EXP_HIGH < x ? EXP_HIGH : x;
-    float t = fma_or(fused, x, LOG2_E, EXP_ROUND), n = t - EXP_ROUND;
-    float r = fma_or(fused, n, -LN2_LOW, fma_or(fused, n, -LN2_HIGH, x));
-    float p = 1.0f / 5040;
-    p = fma_or(fused, p, r, 1.0f / 720);
-    p = fma_or(fused, p, r, 1.0f / 120);
-    p = fma_or(fused, p, r, 1.0f / 24);
-    p = fma_or(fused, p, r, 1.0f / 6);
-    p = fma_or(fused, p, r, 0.5f);
-    p = fma_or(fused, p, r, 1.0f);
-    p = fma_or(fused, p, r, 1.0f);
-    uint32_t bits, scale;
-    memcpy(&bits, &p, 4), memcpy(&scale, &t, 4);
-    bits += scale << 23;
-    memcpy(&p, &bits, 4);
-    return x != x ? x : p;
+INLINE void exp8(const Simd *v, V8f *x) {
+    const V8f given = *x;
+    V8f in = CHOOSE(exp_low > given, exp_low, given), t = exp_round, r, p = exp_series[0];
+    in = CHOOSE(exp_high < in, exp_high, in), r = in;
+    v->fma_or(&in, &log2_e, &t);
+    V8f n = t - exp_round;
+    for (int i = 0; i < 2; i++) v->fma_or(&n, &ln2[i], &r);
+    UNROLL for (int i = 1; i < 8; i++) {
+        V8f next = exp_series[i];
+        v->fma_or(&p, &r, &next), p = next;
+    }
+    p = (V8f)((V8i)p + ((V8i)t << 23));
+    *x = CHOOSE(given != given, given, p);
+}
+
+INLINE float exp_one(const Simd *v, float x) {
+    V8f e = ALL(x);
+    exp8(v, &e);
+    return e[0];
 }
 
 // x[i] = EXP(x[i] - max) for from <= i < to, and their sum in lane i mod 8
-INLINE float exps(bool fused, float *x, int64_t from, int64_t to, float max) {
+INLINE float exps(const Simd *v, float *x, int64_t from, int64_t to, float max) {
     float l[8] = {0};
-    for (int64_t i = from; i < to; i++) {
-        x[i] = exp_one(fused, x[i] - max);
-        l[i & 7] += x[i];
+    V8f sum, e;
+    int64_t i = from;
+    for (; i < to && (i & 7); i++) l[i & 7] += x[i] = exp_one(v, x[i] - max);
+    memcpy(&sum, l, 32);
+    for (; i + 8 <= to; i += 8) {
+        memcpy(&e, x + i, 32), e -= max;
+        exp8(v, &e), sum += e;
+        memcpy(x + i, &e, 32);
     }
+    memcpy(l, &sum, 32);
+    for (; i < to; i++) l[i & 7] += x[i] = exp_one(v, x[i] - max);
     return lanes_fold(l);
 }
 
 // out = silu(gate) * up
-INLINE void swiglu(bool fused, float *out, const float *gate, const float *up, int64_t n) {
-    for (int64_t i = 0; i < n; i++) out[i] = gate[i] / (1.0f + exp_one(fused, -gate[i])) * up[i];
+INLINE void swiglu(const Simd *v, float *out, const float *gate, const float *up, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        V8f g, e, u;
+        memcpy(&g, gate + i, 32), memcpy(&u, up + i, 32);
+        e = -g, exp8(v, &e);
+        u *= g / (1.0f + e);
+        memcpy(out + i, &u, 32);
+    }
+    for (; i < n; i++) out[i] = gate[i] / (1.0f + exp_one(v, -gate[i])) * up[i];
 }
 
 /* Attention over the cache of one kv head. Keys lie eight positions to a block, [block][d][8], so
  * that a vector holds one element of eight keys and no sum runs across lanes; values lie
  * [position][d]. Both are float or half. score = (fma chain over d) * scale; mix = fma chain over
  * positions. */
-INLINE float kv_at(const void *p, bool half, int64_t i) {
-    uint16_t h;
-    if (!half) return f32_at((const uint8_t *)p + 4 * i);
-    memcpy(&h, (const uint8_t *)p + 2 * i, 2);
-    return f16_to_f32(h);
+enum { QUERY_TILE = 4 }; // queries that share one reading of the keys and values
+
+INLINE void kv_load(const Simd *v, bool half, const void *p, int64_t i, V8f *to) { // i .. i + 7
+    v->load(half, (const uint8_t *)p + i * (half ? 2 : 4), to);
 }
 
 // out[j][8 b + lane] for nq queries q[j][d] and blocks from <= b < to
-static void scores_c(bool half, const float *const *q, int nq, const void *keys,
-                     int d, int64_t from, int64_t to, float scale, float *const *out) {
-    for (int64_t b = from; b < to; b++)
-        for (int j = 0; j < nq; j++) {
-            float l[8] = {0};
-            for (int k = 0; k < d; k++)
-                for (int i = 0; i < 8; i++)
-                    l[i] = fma_or(FMA_IS_FAST, q[j][k], kv_at(keys, half, (b * d + k) * 8 + i),
-                                  l[i]);
-            for (int i = 0; i < 8; i++) out[j][8 * b + i] = l[i] * scale;
+INLINE void scores(const Simd *v, int nq, bool half, const float *const *q, const void *keys, int d,
+                   int64_t from, int64_t to, float scale, float *const *out) {
+    for (int64_t b = from; b < to; b += 2) { // a pair of blocks keeps the units busy
+        const int64_t at = b * d * 8, next = b + 1 < to ? at + 8 * d : at;
+        V8f s[QUERY_TILE][2] = {{{0}}}, key[2];
+        for (int k = 0; k < d; k++) {
+            kv_load(v, half, keys, at + 8 * k, &key[0]);
+            kv_load(v, half, keys, next + 8 * k, &key[1]);
+            UNROLL for (int j = 0; j < nq; j++) {
+                V8f x = ALL(q[j][k]);
+                v->fma_or(&x, &key[0], &s[j][0]), v->fma_or(&x, &key[1], &s[j][1]);
+            }
         }
-}
-
-// out[j][k] = fma chain over positions from <= i < to of e[j][i] * values[i][k], going on from out
-INLINE void mix_body(bool fused, bool half, const float *const *e, int nq, const void *values,
-                     int d, int first, int64_t from, int64_t to, float *const *out) {
-    for (int64_t i = from; i < to; i++)
         for (int j = 0; j < nq; j++)
-            for (int k = first; k < d; k++)
-                out[j][k] = fma_or(fused, e[j][i], kv_at(values, half, i * d + k), out[j][k]);
+            for (int i = 0; i < 2 && b + i < to; i++) {
+                V8f y = s[j][i] * scale;
+                memcpy(out[j] + 8 * (b + i), &y, 32);
+            }
+    }
 }
 
-enum { QUERY_TILE = 4 }; // queries that share one reading of the keys and values
+// out[j][k] = fma chain over positions from <= i < to of e[j][i] * values[i][k], going on from out.
+// Here for `vectors` times eight dimensions from k on: vectors * nq sums stay in registers.
+INLINE void mix_tile(const Simd *v, int nq, bool half, int vectors, const float *const *e,
+                     const void *values, int d, int k, int64_t from, int64_t to,
+                     float *const *out) {
+    V8f s[QUERY_TILE][4], x[4];
+    for (int j = 0; j < nq; j++) memcpy(s[j], out[j] + k, 32 * (size_t)vectors);
+    for (int64_t i = from; i < to; i++) {
+        UNROLL for (int z = 0; z < vectors; z++)
+            kv_load(v, half, values, i * d + k + 8 * z, &x[z]);
+        UNROLL for (int j = 0; j < nq; j++) {
+            V8f w = ALL(e[j][i]);
+            UNROLL for (int z = 0; z < vectors; z++) v->fma_or(&w, &x[z], &s[j][z]);
+        }
+    }
+    for (int j = 0; j < nq; j++) memcpy(out[j] + k, s[j], 32 * (size_t)vectors);
+}
 
-typedef struct { // the primitives of one instruction set
+INLINE void mix(const Simd *v, int nq, bool half, const float *const *e, const void *values, int d,
+                int64_t from, int64_t to, float *const *out) {
+    int k = 0;
+    if (nq <= 2) // more dimensions at once where there are fewer queries
+        for (; k + 32 <= d; k += 32) mix_tile(v, nq, half, 4, e, values, d, k, from, to, out);
+    for (; k + 16 <= d; k += 16) mix_tile(v, nq, half, 2, e, values, d, k, from, to, out);
+    for (; k + 8 <= d; k += 8) mix_tile(v, nq, half, 1, e, values, d, k, from, to, out);
+    for (; k < d; k++) // one by one: eight would reach past the row
+        for (int64_t i = from; i < to; i++)
+            for (int j = 0; j < nq; j++) {
+                const uint8_t *at = (const uint8_t *)values + (i * d + k) * (half ? 2 : 4);
+                V8f a = {e[j][i]}, b = {half ? f16_at(at) : f32_at(at)}, c = {out[j][k]};
+                v->fma_or(&a, &b, &c);
+                out[j][k] = c[0];
+            }
+}
+
+typedef struct { // those of one instruction set
     float (*sum_squares)(const float *x, int64_t n);
     float (*exps)(float *x, int64_t from, int64_t to, float max);
     void (*swiglu)(float *out, const float *gate, const float *up, int64_t n);
@@ -1627,159 +1676,48 @@ typedef struct { // the primitives of one instruction set
                 int64_t from, int64_t to, float *const *out);
 } VecOps;
 
-static float sum_squares_c(const float *x, int64_t n) { return sum_squares(FMA_IS_FAST, x, n); }
-
-static float row_max_c(const float *x, int64_t from, int64_t to) { return row_max(x, from, to); }
-
-static float exps_c(float *x, int64_t from, int64_t to, float max) {
-    return exps(FMA_IS_FAST, x, from, to, max);
-}
-
-static void swiglu_c(float *out, const float *gate, const float *up, int64_t n) {
-    swiglu(FMA_IS_FAST, out, gate, up, n);
-}
-
-static void mix_c(bool half, const float *const *e, int nq, const void *values, int d, int64_t from,
-                  int64_t to, float *const *out) {
-    mix_body(FMA_IS_FAST, half, e, nq, values, d, 0, from, to, out);
-}
-
+// One call each; the number of queries and the type of the cache become constants
+#define WITH_CONSTANTS(f, simd, ...)                                                    \
+    if (nq == 1 && half) f(simd, 1, true, __VA_ARGS__);                                 \
+    else if (nq == 1) f(simd, 1, false, __VA_ARGS__);                                   \
+    else if (nq == 2 && half) f(simd, 2, true, __VA_ARGS__);                            \
+    else if (nq == 2) f(simd, 2, false, __VA_ARGS__);                                   \
+    else if (nq == 3 && half) f(simd, 3, true, __VA_ARGS__);                            \
+    else if (nq == 3) f(simd, 3, false, __VA_ARGS__);                                   \
+    else if (half) f(simd, 4, true, __VA_ARGS__);                                       \
+    else f(simd, 4, false, __VA_ARGS__)
+#define VEC_OPS(isa, CALL)                                                              \
+    CALL float sum_squares_##isa(const float *x, int64_t n) {                           \
+        return sum_squares(&simd_##isa, x, n);                                          \
+    }                                                                                   \
+    CALL float exps_##isa(float *x, int64_t from, int64_t to, float max) {              \
+        return exps(&simd_##isa, x, from, to, max);                                     \
+    }                                                                                   \
+    CALL void swiglu_##isa(float *out, const float *gate, const float *up, int64_t n) { \
+        swiglu(&simd_##isa, out, gate, up, n);                                          \
+    }                                                                                   \
+    CALL float row_max_##isa(const float *x, int64_t from, int64_t to) {                \
+        return row_max(x, from, to);                                                    \
+    }                                                                                   \
+    CALL void scores_##isa(bool half, const float *const *q, int nq, const void *keys,  \
+                           int d, int64_t from, int64_t to, float scale,                \
+                           float *const *out) {                                         \
+        WITH_CONSTANTS(scores, &simd_##isa, q, keys, d, from, to, scale, out);          \
+    }                                                                                   \
+    CALL void mix_##isa(bool half, const float *const *e, int nq, const void *values,   \
+                        int d, int64_t from, int64_t to, float *const *out) {           \
+        WITH_CONSTANTS(mix, &simd_##isa, e, values, d, from, to, out);                  \
+    }
+VEC_OPS(c, static)
 #ifdef HAVE_X86
-AVX2_CALL float sum_squares_avx2(const float *x, int64_t n) { return sum_squares(true, x, n); }
-
-AVX2_CALL float row_max_avx2(const float *x, int64_t from, int64_t to) {
-    return row_max(x, from, to);
-}
-
-AVX2 __m256 exp_avx2(__m256 x) { // exp_one, eight at a time
-    x = _mm256_max_ps(_mm256_set1_ps(EXP_LOW), x);
-    x = _mm256_min_ps(_mm256_set1_ps(EXP_HIGH), x);
-    __m256 t = _mm256_fmadd_ps(x, _mm256_set1_ps(LOG2_E), _mm256_set1_ps(EXP_ROUND));
-    __m256 n = _mm256_sub_ps(t, _mm256_set1_ps(EXP_ROUND));
-    __m256 r = _mm256_fmadd_ps(n, _mm256_set1_ps(-LN2_HIGH), x);
-    r = _mm256_fmadd_ps(n, _mm256_set1_ps(-LN2_LOW), r);
-    __m256 p = _mm256_set1_ps(1.0f / 5040);
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f / 720));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f / 120));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f / 24));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f / 6));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(0.5f));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f));
-    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f));
-    __m256i bits = _mm256_add_epi32(_mm256_castps_si256(p),
-                                    _mm256_slli_epi32(_mm256_castps_si256(t), 23));
-    return _mm256_blendv_ps(_mm256_castsi256_ps(bits), x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-}
-
-AVX2_CALL float exps_avx2(float *x, int64_t from, int64_t to, float max) {
-    float l[8] = {0};
-    int64_t i = from;
-    for (; i < to && (i & 7); i++) l[i & 7] += x[i] = exp_one(true, x[i] - max);
-    __m256 sum = _mm256_loadu_ps(l);
-    for (; i + 8 <= to; i += 8) {
-        __m256 e = exp_avx2(_mm256_sub_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(max)));
-        _mm256_storeu_ps(x + i, e);
-        sum = _mm256_add_ps(sum, e);
-    }
-    _mm256_storeu_ps(l, sum);
-    for (; i < to; i++) l[i & 7] += x[i] = exp_one(true, x[i] - max);
-    return lanes_fold(l);
-}
-
-AVX2_CALL void swiglu_avx2(float *out, const float *gate, const float *up, int64_t n) {
-    const __m256 one = _mm256_set1_ps(1.0f), sign = _mm256_set1_ps(-0.0f);
-    int64_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        __m256 g = _mm256_loadu_ps(gate + i);
-        __m256 s = _mm256_div_ps(g, _mm256_add_ps(one, exp_avx2(_mm256_xor_ps(g, sign))));
-        _mm256_storeu_ps(out + i, _mm256_mul_ps(s, _mm256_loadu_ps(up + i)));
-    }
-    swiglu(true, out + i, gate + i, up + i, n - i);
-}
-
-AVX2 __m256 kv_load(const void *p, bool half, int64_t i) { // elements i .. i + 7
-    return half ? _mm256_cvtph_ps(_mm_loadu_si128((const void *)((const uint8_t *)p + 2 * i)))
-                : _mm256_loadu_ps((const float *)p + i);
-}
-
-AVX2 void scores_tile(int nq, bool half, const float *const *q, const void *keys, int d,
-                      int64_t from, int64_t to, float scale, float *const *out) {
-    for (int64_t b = from; b < to; b += 2) { // a pair of blocks keeps the units busy
-        bool pair = b + 1 < to;
-        int64_t at = b * d * 8, next = pair ? at + 8 * d : at;
-        __m256 s[QUERY_TILE][2];
-        for (int j = 0; j < nq; j++) s[j][0] = s[j][1] = _mm256_setzero_ps();
-        for (int k = 0; k < d; k++) {
-            __m256 k0 = kv_load(keys, half, at + 8 * k), k1 = kv_load(keys, half, next + 8 * k);
-            #pragma GCC unroll 4
-            for (int j = 0; j < nq; j++) {
-                __m256 x = _mm256_broadcast_ss(q[j] + k);
-                s[j][0] = _mm256_fmadd_ps(x, k0, s[j][0]);
-                s[j][1] = _mm256_fmadd_ps(x, k1, s[j][1]);
-            }
-        }
-        for (int j = 0; j < nq; j++) {
-            _mm256_storeu_ps(out[j] + 8 * b, _mm256_mul_ps(s[j][0], _mm256_set1_ps(scale)));
-            if (pair)
-                _mm256_storeu_ps(out[j] + 8 * b + 8, _mm256_mul_ps(s[j][1], _mm256_set1_ps(scale)));
-        }
-    }
-}
-
-// V vectors of eight dimensions, from dimension k on, for nq queries: V * nq sums stay in registers
-AVX2 void mix_tile(int nq, bool half, int V, const float *const *e, const void *values, int d,
-                   int k, int64_t from, int64_t to, float *const *out) {
-    __m256 s[QUERY_TILE][4];
-    for (int j = 0; j < nq; j++)
-        for (int v = 0; v < V; v++) s[j][v] = _mm256_loadu_ps(out[j] + k + 8 * v);
-    for (int64_t i = from; i < to; i++) {
-        __m256 x[4];
-        #pragma GCC unroll 4
-        for (int v = 0; v < V; v++) x[v] = kv_load(values, half, i * d + k + 8 * v);
-        #pragma GCC unroll 4
-        for (int j = 0; j < nq; j++)
-            #pragma GCC unroll 4
-            for (int v = 0; v < V; v++)
-                s[j][v] = _mm256_fmadd_ps(_mm256_broadcast_ss(e[j] + i), x[v], s[j][v]);
-    }
-    for (int j = 0; j < nq; j++)
-        for (int v = 0; v < V; v++) _mm256_storeu_ps(out[j] + k + 8 * v, s[j][v]);
-}
-
-AVX2 void mix_queries(int nq, bool half, const float *const *e, const void *values, int d,
-                      int64_t from, int64_t to, float *const *out) {
-    int k = 0;
-    if (nq <= 2) // more dimensions at once where there are fewer queries
-        for (; k + 32 <= d; k += 32) mix_tile(nq, half, 4, e, values, d, k, from, to, out);
-    for (; k + 16 <= d; k += 16) mix_tile(nq, half, 2, e, values, d, k, from, to, out);
-    for (; k + 8 <= d; k += 8) mix_tile(nq, half, 1, e, values, d, k, from, to, out);
-    if (k < d) mix_body(true, half, e, nq, values, d, k, from, to, out);
-}
-
-// one call with the number of queries and the type of the cache as constants of the compiler
-#define AS_CONSTANTS(f, ...) do { switch (2 * nq + half) { \
-    case 2: f(1, false, __VA_ARGS__); break; case 3: f(1, true, __VA_ARGS__); break; \
-    case 4: f(2, false, __VA_ARGS__); break; case 5: f(2, true, __VA_ARGS__); break; \
-    case 6: f(3, false, __VA_ARGS__); break; case 7: f(3, true, __VA_ARGS__); break; \
-    case 8: f(4, false, __VA_ARGS__); break; case 9: f(4, true, __VA_ARGS__); break; } } while (0)
-
-AVX2_CALL void scores_avx2(bool half, const float *const *q, int nq, const void *keys, int d,
-                             int64_t from, int64_t to, float scale, float *const *out) {
-    AS_CONSTANTS(scores_tile, q, keys, d, from, to, scale, out);
-}
-
-AVX2_CALL void mix_avx2(bool half, const float *const *e, int nq, const void *values, int d,
-                          int64_t from, int64_t to, float *const *out) {
-    AS_CONSTANTS(mix_queries, e, values, d, from, to, out);
-}
-#undef AS_CONSTANTS
+VEC_OPS(avx2, AVX2_CALL)
 #endif
 
 static const VecOps vec_ops[ISA_COUNT] = {
-    [ISA_C] = {sum_squares_c, exps_c, swiglu_c, row_max_c, scores_c, mix_c},
+    {sum_squares_c, exps_c, swiglu_c, row_max_c, scores_c, mix_c},
 #ifdef HAVE_X86
-    [ISA_AVX2] = {sum_squares_avx2, exps_avx2, swiglu_avx2, row_max_avx2, scores_avx2, mix_avx2},
-    [ISA_AVX512] = {sum_squares_avx2, exps_avx2, swiglu_avx2, row_max_avx2, scores_avx2, mix_avx2},
+    {sum_squares_avx2, exps_avx2, swiglu_avx2, row_max_avx2, scores_avx2, mix_avx2},
+    {sum_squares_avx2, exps_avx2, swiglu_avx2, row_max_avx2, scores_avx2, mix_avx2},
 #endif
 };
 /* ------------------------------------------------------------------------------------------------
@@ -1862,11 +1800,9 @@ static size_t matmul_scratch(void) { return sizeof(Scratch); } // bytes of Worke
 
 enum { STREAM_ROWS = 16 }; // rows of each of the four streams in a ticket
 
-// Rows that are no multiple of eight have no vector dot.
 static bool by_panels(const Worker *w, const Acts *x, const Tensor *t) {
     int isa = w->team->isa;
-    return isa != ISA_C && (x->n > kernels[isa].panel[t->format->quantised].above ||
-                            !t->format->dot[1] || t->cols % LANES);
+    return isa != ISA_C && x->n > kernels[isa].panel[t->format->quantised].above;
 }
 
 // Rows a ticket. Small matrices are cut finer, so that no thread waits long for the last ticket.
@@ -2142,14 +2078,15 @@ typedef struct {
     const char *name;                   // in a GGUF: blk.N.NAME
     size_t at; // place in Layer: a Tensor, or a float * where rows is NO_DIM
     int rows, cols;
-    enum { ANY_LAYER, DENSE_LAYER, EXPERT_LAYER } in; // the others do not have it
+    enum { ANY, DENSE, MOE } only; // the others do not have it
     int flags;                          // 0, or architectures without any of these do not have it
     bool optional;
     const char *fused;                  // some files hold all parts of this name as one matrix
 } Part;
 
-#define PART_MATRIX(name, field, rows, cols) name, offsetof(Layer, field), rows, cols
-#define PART_VECTOR(name, field, cols) name, offsetof(Layer, field), NO_DIM, cols
+#define PART_MATRIX(title, field, out, in)                                                         \
+    .name = title, .at = offsetof(Layer, field), .rows = out, .cols = in
+#define PART_VECTOR(title, field, size) PART_MATRIX(title, field, NO_DIM, size)
 enum { ATTN_NORM, WQ, WK, WV, WO, FFN_NORM, W1, W2, W3 }; // the order of .bin v0
 
 /* To add a part: a field in Layer, a row here, its use in chapter 6. */
@@ -2160,9 +2097,9 @@ static const Part parts[] = {
     [WV] = {PART_MATRIX("attn_v.weight", wv, KV_DIM, DIM), .fused = "attn_qkv.weight"},
     [WO] = {PART_MATRIX("attn_output.weight", wo, DIM, Q_DIM)},
     [FFN_NORM] = {PART_VECTOR("ffn_norm.weight", ffn_norm, DIM), .flags = NORM_FFN},
-    [W1] = {PART_MATRIX("ffn_gate.weight", w1, HIDDEN, DIM), DENSE_LAYER, .fused = "ffn_up.weight"},
-    [W2] = {PART_MATRIX("ffn_down.weight", w2, DIM, HIDDEN), DENSE_LAYER},
-    [W3] = {PART_MATRIX("ffn_up.weight", w3, HIDDEN, DIM), DENSE_LAYER, .fused = "ffn_up.weight"},
+    [W1] = {PART_MATRIX("ffn_gate.weight", w1, HIDDEN, DIM), .only = DENSE, .fused = "ffn_up.weight"},
+    [W2] = {PART_MATRIX("ffn_down.weight", w2, DIM, HIDDEN), .only = DENSE},
+    [W3] = {PART_MATRIX("ffn_up.weight", w3, HIDDEN, DIM), .only = DENSE, .fused = "ffn_up.weight"},
     {PART_VECTOR("post_attention_norm.weight", ffn_norm, DIM), .flags = NORM_FFN_MOVED},
     {PART_VECTOR("post_attention_norm.weight", attn_post, DIM), .flags = NORM_AFTER},
     {PART_VECTOR("post_ffw_norm.weight", ffn_post, DIM), .flags = NORM_AFTER},
@@ -2175,21 +2112,21 @@ static const Part parts[] = {
     {PART_VECTOR("attn_k.bias", bk, KV_DIM), .optional = true},
     {PART_VECTOR("attn_v.bias", bv, KV_DIM), .optional = true},
     {PART_VECTOR("attn_output.bias", bo, DIM), .optional = true},
-    {PART_VECTOR("ffn_gate.bias", b1, HIDDEN), DENSE_LAYER, .optional = true},
-    {PART_VECTOR("ffn_down.bias", b2, DIM), DENSE_LAYER, .optional = true},
-    {PART_VECTOR("ffn_up.bias", b3, HIDDEN), DENSE_LAYER, .optional = true},
-    {PART_MATRIX("ffn_gate_inp.weight", router, EXPERTS, DIM), EXPERT_LAYER},
-    {PART_MATRIX("ffn_gate_exps.weight", e1, ALL_EXPERT_DIM, DIM), EXPERT_LAYER},
-    {PART_MATRIX("ffn_down_exps.weight", e2, ALL_DIM, EXPERT_DIM), EXPERT_LAYER},
-    {PART_MATRIX("ffn_up_exps.weight", e3, ALL_EXPERT_DIM, DIM), EXPERT_LAYER},
-    {PART_VECTOR("ffn_gate_inp.bias", router_bias, EXPERTS), EXPERT_LAYER, .optional = true},
-    {PART_VECTOR("ffn_gate_exps.bias", be1, ALL_EXPERT_DIM), EXPERT_LAYER, .optional = true},
-    {PART_VECTOR("ffn_down_exps.bias", be2, ALL_DIM), EXPERT_LAYER, .optional = true},
-    {PART_VECTOR("ffn_up_exps.bias", be3, ALL_EXPERT_DIM), EXPERT_LAYER, .optional = true},
-    {PART_MATRIX("ffn_gate_shexp.weight", w1, HIDDEN, DIM), EXPERT_LAYER, SHARED},
-    {PART_MATRIX("ffn_down_shexp.weight", w2, DIM, HIDDEN), EXPERT_LAYER, SHARED},
-    {PART_MATRIX("ffn_up_shexp.weight", w3, HIDDEN, DIM), EXPERT_LAYER, SHARED},
-    {PART_VECTOR("ffn_gate_inp_shexp.weight", shared_gate, DIM), EXPERT_LAYER, SHARED},
+    {PART_VECTOR("ffn_gate.bias", b1, HIDDEN), .only = DENSE, .optional = true},
+    {PART_VECTOR("ffn_down.bias", b2, DIM), .only = DENSE, .optional = true},
+    {PART_VECTOR("ffn_up.bias", b3, HIDDEN), .only = DENSE, .optional = true},
+    {PART_MATRIX("ffn_gate_inp.weight", router, EXPERTS, DIM), .only = MOE},
+    {PART_MATRIX("ffn_gate_exps.weight", e1, ALL_EXPERT_DIM, DIM), .only = MOE},
+    {PART_MATRIX("ffn_down_exps.weight", e2, ALL_DIM, EXPERT_DIM), .only = MOE},
+    {PART_MATRIX("ffn_up_exps.weight", e3, ALL_EXPERT_DIM, DIM), .only = MOE},
+    {PART_VECTOR("ffn_gate_inp.bias", router_bias, EXPERTS), .only = MOE, .optional = true},
+    {PART_VECTOR("ffn_gate_exps.bias", be1, ALL_EXPERT_DIM), .only = MOE, .optional = true},
+    {PART_VECTOR("ffn_down_exps.bias", be2, ALL_DIM), .only = MOE, .optional = true},
+    {PART_VECTOR("ffn_up_exps.bias", be3, ALL_EXPERT_DIM), .only = MOE, .optional = true},
+    {PART_MATRIX("ffn_gate_shexp.weight", w1, HIDDEN, DIM), .only = MOE, .flags = SHARED},
+    {PART_MATRIX("ffn_down_shexp.weight", w2, DIM, HIDDEN), .only = MOE, .flags = SHARED},
+    {PART_MATRIX("ffn_up_shexp.weight", w3, HIDDEN, DIM), .only = MOE, .flags = SHARED},
+    {PART_VECTOR("ffn_gate_inp_shexp.weight", shared_gate, DIM), .only = MOE, .flags = SHARED},
 };
 
 static int64_t part_size(const Model *m, const Layer *l, int what) {
@@ -2211,7 +2148,7 @@ static int64_t part_size(const Model *m, const Layer *l, int what) {
 
 static bool part_exists(const Model *m, const Layer *l, const Part *p) {
     if (p->flags && !(m->config.arch->flags & p->flags)) return false;
-    return p->in == ANY_LAYER || (p->in == EXPERT_LAYER) == (l->n_experts > 0);
+    return p->only == ANY || (p->only == MOE) == (l->n_experts > 0);
 }
 
 // A copy of a one-row tensor as floats, (cols).
@@ -2253,32 +2190,34 @@ static const uint8_t bin_magic[4] = {0x32, 0x34, 0x6b, 0x61}; // 0x616b3432, "ak
 
 typedef struct {                        // walks the tensors of a .bin, which have no names
     Reader *r;
+    uint64_t at;                        // may pass the end of the file, which bin_open compares
     int version, group;
 } BinCursor;
 
+static const uint8_t *bin_bytes(BinCursor *b, uint64_t n) { // NULL past the end
+    b->at += n;                         // stays under 2^63: see the bounds in bin_header
+    return b->at <= b->r->size ? b->r->base + b->at - n : NULL;
+}
+
 static Tensor bin_tensor(BinCursor *b, int64_t rows, int64_t cols, bool quantised) {
     uint64_t count = (uint64_t)rows * (uint64_t)cols;
-    Tensor t = {.rows = rows, .cols = cols};
-    if (!quantised) {
-        t.format = format_of(TYPE_F32), t.stride = (size_t)cols * 4;
-        t.data = rd_bytes(b->r, count * 4);
-        return t;
+    Tensor t = {.rows = rows, .cols = cols, .format = format_of(TYPE_F32)};
+    t.stride = (size_t)cols * (quantised ? 1 : 4);
+    t.data = bin_bytes(b, count * (quantised ? 1 : 4));
+    if (quantised) {
+        bool aligned = cols % b->group == 0 && b->group % 32 == 0;
+        t.format = format_of(aligned ? TYPE_BIN_BLOCKS : TYPE_BIN_FLAT), t.group = b->group;
+        t.scales = bin_bytes(b, count / (uint64_t)b->group * 4);
     }
-    bool aligned = cols % b->group == 0 && b->group % 32 == 0;
-    t.format = format_of(aligned ? TYPE_BIN_BLOCKS : TYPE_BIN_FLAT);
-    t.stride = (size_t)cols, t.group = b->group;
-    t.data = rd_bytes(b->r, count);
-    t.scales = rd_bytes(b->r, count / (uint64_t)b->group * 4);
     return t;
 }
 
 // One kind of tensor for all layers, one after another.
 static void bin_layers(Model *m, BinCursor *b, int part) {
-    for (int i = 0; i < m->config.n_layers; i++) {
-        const Part *p = &parts[part];
-        Layer *l = &m->layers[i];
-        int64_t rows = part_size(m, l, p->rows), cols = part_size(m, l, p->cols);
-        Tensor t = bin_tensor(b, rows, cols, b->version == 2 && p->rows != NO_DIM);
+    const Part *p = &parts[part];
+    for (Layer *l = m->layers; l < m->layers + m->config.n_layers; l++) {
+        Tensor t = bin_tensor(b, part_size(m, l, p->rows), part_size(m, l, p->cols),
+                              b->version == 2 && p->rows != NO_DIM);
         if (t.data) part_set(l, p, &t);
     }
 }
@@ -2327,17 +2266,6 @@ static bool bin_header(Model *m, Reader *r, BinCursor *b) { // gives: is the cla
     return shared;
 }
 
-// What the header promises, in bytes; no product here can pass 2^63: see the bounds above.
-static double bin_size(const Config *c, const BinCursor *b, bool shared) {
-    double dim = c->dim, kv = (double)c->n_kv_heads * c->head_size, layers = c->n_layers;
-    double norms = (2 * layers + 1) * dim, embedding = (double)c->vocab_size * dim;
-    double matrices = layers * dim * (2.0 * dim + 2 * kv + 3.0 * c->hidden_dim)
-                      + embedding * (shared ? 1 : 2);
-    if (b->version == 2) return 256 + 4 * norms + matrices + 4 * (matrices / b->group);
-    double freq = b->version ? 0 : (double)c->seq_len * c->head_size;
-    return (b->version ? 256 : 28) + 4 * (norms + matrices + freq);
-}
-
 static void bin_open(Model *m) {
     Reader *r = &m->file;
     Config *c = &m->config;
@@ -2350,12 +2278,7 @@ static void bin_open(Model *m) {
     }
     m->version = b.version;
     bool shared = bin_header(m, r, &b);
-    double size = bin_size(c, &b, shared);
-    if ((double)r->size != size)
-        die("%s: %zu bytes, expected %.0f for dim %d, hidden_dim %d, n_layers %d, vocab_size %d, "
-            "seq_len %d%s",
-            r->name, r->size, size, c->dim, c->hidden_dim, c->n_layers, c->vocab_size, c->seq_len,
-            b.version == 2 ? ", int8" : "");
+    b.at = r->at;
     c->arch = &archs[0];
     layers_init(m, c->n_layers);
     rope_init(&c->rope[0], c->head_size, 10000.0, 1.0);
@@ -2364,7 +2287,7 @@ static void bin_open(Model *m) {
         m->embedding = bin_tensor(&b, c->vocab_size, c->dim, false);
         for (int part = ATTN_NORM; part <= W3; part++) bin_layers(m, &b, part);
         norm = bin_tensor(&b, 1, c->dim, false);
-        rd_bytes(r, (uint64_t)c->seq_len * (uint64_t)c->head_size * 4); // cos and sin, not used
+        bin_bytes(&b, (uint64_t)c->seq_len * (uint64_t)c->head_size * 4); // cos and sin, not used
     } else {
         bin_layers(m, &b, ATTN_NORM), bin_layers(m, &b, FFN_NORM);
         norm = bin_tensor(&b, 1, c->dim, false);
@@ -2374,7 +2297,10 @@ static void bin_open(Model *m) {
     }
     m->tied = shared;
     m->output = shared ? m->embedding : bin_tensor(&b, c->vocab_size, c->dim, b.version == 2);
-    rd_check(r);
+    if (b.at != r->size)
+        die("%s: %zu bytes, expected %" PRIu64 " for dim %d, hidden_dim %d, n_layers %d, "
+            "vocab_size %d, seq_len %d%s", r->name, r->size, b.at, c->dim, c->hidden_dim,
+            c->n_layers, c->vocab_size, c->seq_len, b.version == 2 ? ", int8" : "");
     m->output_norm = vector_copy(&norm);
 }
 
@@ -2469,15 +2395,13 @@ _Noreturn static void gguf_wrong(const Gguf *g, const char *key, const char *exp
 
 // Element i of an integer value of any width; false if the type is not a whole number.
 static bool gguf_element(const Gguf *g, const GgufValue *v, uint64_t i, int64_t *out) {
-    if (v->type > GGUF_I64 || v->type == GGUF_F32 || v->type == GGUF_STRING
-        || v->type == GGUF_ARRAY)
+    if ((1 << GGUF_F32 | 1 << GGUF_STRING | 1 << GGUF_ARRAY | 1 << GGUF_F64) >> v->type & 1)
         return false;
     int bytes = gguf_sizes[v->type];
     Reader r = *g->r;
     r.at = v->at + (size_t)i * (size_t)bytes;
     uint64_t u = rd_uint(&r, bytes);
-    bool is_signed = v->type == GGUF_I8 || v->type == GGUF_I16 || v->type == GGUF_I32
-                     || v->type == GGUF_I64;
+    bool is_signed = (1 << GGUF_I8 | 1 << GGUF_I16 | 1 << GGUF_I32 | 1 << GGUF_I64) >> v->type & 1;
     if (is_signed && bytes < 8 && u >> (8 * bytes - 1)) u |= ~(uint64_t)0 << (8 * bytes);
     if (!is_signed && u > INT64_MAX) u = INT64_MAX;
     *out = (int64_t)u;
@@ -4572,7 +4496,8 @@ static void stats_print(const Stats *t, const Model *m) {
  * conversation is rendered as one text and tokenised as a whole, so that words and spaces join
  * across the borders as they do in the reference, with one byte of memory for each byte of text:
  * does it come from a message? Where it does, no control token is recognised. What a user types is
- * data, whatever it looks like.
+ * data, whatever it looks like. Models that think write their thoughts between two marks in front
+ * of the answer; whether these stay in the conversation is the template's choice.
  */
 enum { SYSTEM, USER, REPLY };           // roles; also the letters of Message
 
@@ -4581,89 +4506,203 @@ typedef struct { int role; Str text; } Message;
 typedef struct { Message *p; int n, cap; } Conversation;
 
 enum {                                  // rules of a template
-    TRIM_USER = 1, TRIM_REPLY = 2,      // white space around these contents is dropped
-    SYSTEM_IN_USER = 4,                 // the system text stands inside the first user message, and
-};                                      // white space is dropped around both together
+    TRIM_SYSTEM = 1, TRIM_USER = 2, TRIM_REPLY = 4, // white space around these is dropped,
+    TRIM_ALL = 7, TRIM_SYSTEM_END = 8,  // or only behind the system text, or only newlines in
+    TRIM_NEWLINES = 16,                 // front of a reply: with FORGET, of what is left of it
+    EMPTY_IS_NONE = 32,                 // an empty system text counts as none given
+    IN_FIRST = 64, IN_LAST = 128,       // the system text stands inside the first, last user
+    TRIM_JOINT = 256,                   // message; white space is dropped around both together
+    FORGET = 512,                       // earlier replies lose all up to the end of their thinking
+    SWITCH_ON = 1024, SWITCH_OFF = 2048, // thinking can be switched; by default it is on, off
+};
 
-/* To add a template: one row: marks that its template text holds, then what stands before and after
- * each kind of message and what asks for a reply ({bos} and {eos} are the vocabulary's own); rows
- * are tried from the top. Then its renderings in tests/templates.txt. */
+/* To add a template: a row with marks that its text holds (!: must not hold), then what stands
+ * before and after each kind of message. {bos} and {eos} are the vocabulary's own, {bos?} stands if
+ * the file's template speaks of bos_token, {date FORMAT} is --date, {+TEXT} and {-TEXT} stand with
+ * thinking on, off. Rows are tried from the top. tests/templates.py makes the renderings. */
 typedef struct {
     const char *name;
-    const char *mark[2];                // all of these in the file's template, NULL: no such mark
+    int rules;
+    const char *mark[4];
     const char *start;                  // before everything
     const char *system[2], *user[2], *reply[2];
-    const char *ask;                    // after the last user message, where the reply begins
-    const char *default_system;         // used when no system text is given, or NULL
-    int rules;
+    const char *ask;                    // where a reply begins; NULL: reply[0]
+    const char *preset;                 // the system text if none is given; NULL: see form_preset
+    const char *date;                   // NULL: 2024-07-26, Llama 3's
+    const char *think[2];               // marks around thinking; NULL: <think> and </think>
 } Template;
 
-#define CHATML(name, mark, default_system) {name, {"<|im_start|>", mark}, "", \
-    {"<|im_start|>system\n", "<|im_end|>\n"}, {"<|im_start|>user\n", "<|im_end|>\n"}, \
-    {"<|im_start|>assistant\n", "<|im_end|>\n"}, "<|im_start|>assistant\n", default_system, 0}
+#define ROLES(a, b, c) \
+    .system = {a "system" b, c}, .user = {a "user" b, c}, .reply = {a "assistant" b, c}
+#define CHATML .start = "{bos?}", ROLES("<|im_start|>", "\n", "<|im_end|>\n")
+#define GRANITE ROLES("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>\n")
+#define DEEPSEEK(reply_0) .start = "{bos}", .user = {"<｜User｜>"}, \
+    .reply = {reply_0, "<｜end▁of▁sentence｜>"}
+#define SMOLLM3(name, mark, today, tail) {name, \
+    TRIM_SYSTEM_END | TRIM_NEWLINES | EMPTY_IS_NONE | SWITCH_ON, \
+    {"<|im_start|>", "Reasoning Mode: ", mark}, .start = NULL, \
+    {"<|im_start|>system\n## Metadata\n\nKnowledge Cutoff Date: June 2025\n" today "Reasoning " \
+     "Mode: {+/think}{-/no_think}\n\n## Custom Instructions\n\n", "\n\n" tail}, \
+    {"<|im_start|>user\n", "<|im_end|>\n"}, \
+    {"<|im_start|>assistant\n{-<think>\n\n</think>\n}", "<|im_end|>\n"}, .date = "2025-07-08", \
+    .preset = "You are a helpful AI assistant named SmolLM, trained by Hugging Face.{+ Your role " \
+    "as an assistant involves thoroughly exploring questions through a systematic thinking " \
+    "process before providing the final precise and accurate solutions. This requires engaging " \
+    "in a comprehensive cycle of analysis, summarizing, exploration, reassessment, reflection, " \
+    "backtracking, and iteration to develop well-considered thinking process. Please structure " \
+    "your response into two main sections: Thought and Solution using the specified format: " \
+    "<think> Thought section </think> Solution section. In the Thought section, detail your " \
+    "reasoning process in steps. Each step should include detailed considerations such as " \
+    "analysing questions, summarizing relevant findings, brainstorming new ideas, verifying the " \
+    "accuracy of the current steps, refining any errors, and revisiting previous steps. In the " \
+    "Solution section, based on various attempts, explorations, and reflections from the " \
+    "Thought section, systematically present the final solution that you deem correct. The " \
+    "Solution section should be logical, accurate, and concise and detail necessary steps " \
+    "needed to reach the conclusion.}"}
 
 static const Template templates[] = {
-    CHATML("smollm2", "named SmolLM",
-           "You are a helpful AI assistant named SmolLM, trained by Hugging Face"),
-    CHATML("qwen2.5", "You are Qwen, created by Alibaba Cloud",
-           "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
-    CHATML("chatml", NULL, NULL),
-    {"llama2", {"[INST]", "<<SYS>>"}, "",
-     {"<<SYS>>\n", "\n<</SYS>>\n\n"}, {"{bos}[INST] ", " [/INST]"}, {" ", " {eos}"}, "",
-     NULL, TRIM_USER | TRIM_REPLY | SYSTEM_IN_USER},
-    {"plain", {NULL, NULL}, "{bos}", {"", "\n"}, {"", "\n"}, {"", "\n"}, "", NULL, 0},
+    SMOLLM3("smollm3", "Today Date: ", "Today Date: {date %d %B %Y}\n", ""),
+    SMOLLM3("smollm3-gguf", "!Today Date: ", "", "<|im_end|>\n"), // as many files have it
+    {"qwen3.5", TRIM_ALL | TRIM_NEWLINES | FORGET | SWITCH_ON,
+     {"<|im_start|>", "enable_thinking is false", "'<think>\n' }}", "!bos_token"}, CHATML,
+     .ask = "<|im_start|>assistant\n<think>\n{-\n</think>\n\n}"},
+    {"qwen3", TRIM_NEWLINES | FORGET | SWITCH_ON, {"<|im_start|>", "enable_thinking is false"},
+     CHATML, .ask = "<|im_start|>assistant\n{-<think>\n\n</think>\n\n}"},
+    {"qwen3-thinking", TRIM_NEWLINES | FORGET, // QwQ too
+     {"<|im_start|>", "assistant\n<think>\n'", "!enable_thinking"}, CHATML,
+     .ask = "<|im_start|>assistant\n<think>\n"},
+    {"lfm2", EMPTY_IS_NONE, {"<|im_start|>", "\" + ns.system_prompt + \"<|im_end|>"}, CHATML},
+    {"chatml", 0, {"<|im_start|>"}, CHATML}, // Qwen 1.5 to 2.5, SmolLM2 and many more
+    {"mistral-v7-tekken", 0, {"[SYSTEM_PROMPT]", "![SYSTEM_PROMPT] "}, .start = "{bos}",
+     {"[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"}, {"[INST]", "[/INST]"}, {"", "{eos}"},
+     .date = "2025-06-20", .think = {"[THINK]", "[/THINK]"}},
+    {"mistral-v7", 0, {"[SYSTEM_PROMPT]"}, .start = "{bos}",
+     {"[SYSTEM_PROMPT] ", "[/SYSTEM_PROMPT]"}, {"[INST] ", "[/INST]"}, {" ", "{eos}"}, ""},
+    {"mistral-v3-tekken", IN_LAST, {"[AVAILABLE_TOOLS]", "\"[INST]\""}, .start = "{bos}",
+     {"", "\n\n"}, {"[INST]", "[/INST]"}, {"", "{eos}"}},
+    {"mistral-v3", IN_LAST | TRIM_REPLY, {"[AVAILABLE_TOOLS]", "\"[INST] \""}, .start = "{bos}",
+     {"", "\n\n"}, {"[INST] ", "[/INST]"}, {" ", "{eos}"}, ""},
+    {"mistral-v1", IN_FIRST, {"' [INST] '"}, .start = "{bos}",
+     {"", "\n\n"}, {" [INST] ", " [/INST]"}, {" ", "{eos}"}, ""},
+    {"llama2", TRIM_USER | TRIM_REPLY | IN_FIRST | TRIM_JOINT, {"[INST]", "<<SYS>>"}, .start = "",
+     {"<<SYS>>\n", "\n<</SYS>>\n\n"}, {"{bos}[INST] ", " [/INST]"}, {" ", " {eos}"}, ""},
+    {"mistral", IN_FIRST, {"[INST]"}, .start = "{bos}", // the first, which refuses a system text
+     {"", "\n\n"}, {"[INST] ", " [/INST]"}, {"", "{eos}"}},
+    {"llama3.1", TRIM_ALL, {"<|start_header_id|>", "Cutting Knowledge Date"}, .start = "{bos}",
+     {"<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
+      "Today Date: {date %d %b %Y}\n\n", "<|eot_id|>"},
+     {"<|start_header_id|>user<|end_header_id|>\n\n", "<|eot_id|>"},
+     {"<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"}, .preset = ""},
+    {"llama3", TRIM_ALL, {"<|start_header_id|>"}, .start = "{bos}",
+     ROLES("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>")},
+    {"gemma", TRIM_USER | TRIM_REPLY | IN_FIRST, {"<start_of_turn>"}, .start = "{bos}",
+     {"", "\n\n"}, {"<start_of_turn>user\n", "<end_of_turn>\n"}, // 1 and 2 refuse a system text
+     {"<start_of_turn>model\n", "<end_of_turn>\n"}},
+    {"phi3", 0, {"<|assistant|>", "<|end|>", "bos_token"}, .start = "{bos}",
+     ROLES("<|", "|>\n", "<|end|>\n")},         // the first ones drop a system text
+    {"phi3.5", EMPTY_IS_NONE, {"<|assistant|>", "<|end|>"}, ROLES("<|", "|>\n", "<|end|>\n")},
+    {"olmo2", 0, {"<|assistant|>", "<|user|>", "bos_token"}, .start = "{bos}",
+     {"<|system|>\n", "\n"}, {"<|user|>\n", "\n"}, {"<|assistant|>\n", "{eos}\n"}},
+    {"zephyr", 0, {"<|assistant|>", "<|user|>", "eos_token"}, ROLES("<|", "|>\n", "{eos}\n")},
+    {"deepseek-v3.1", FORGET | SWITCH_OFF, {"<｜User｜>", "if not thinking"},
+     DEEPSEEK("<｜Assistant｜></think>"), .ask = "<｜Assistant｜>{+<think>}{-</think>}"},
+    {"deepseek-r1", FORGET, {"<｜User｜>", "<｜Assistant｜><think>\n"},
+     DEEPSEEK("<｜Assistant｜>"), .ask = "<｜Assistant｜><think>\n"},
+    {"deepseek-r1-0528", FORGET, {"<｜User｜>", "split('</think>')"}, // the first R1 too
+     DEEPSEEK("<｜Assistant｜>")},
+    {"deepseek-v3", 0, {"<｜User｜>"}, DEEPSEEK("<｜Assistant｜>")},
+    {"deepseek-v2", 0, {"'Assistant: ' + message['content'] + eos_token"}, .start = "{bos}",
+     {"", "\n\n"}, {"User: ", "\n\n"}, {"Assistant: ", "{eos}"}, "Assistant:"},
+    {"granite-3.3", 0, {"<|start_of_role|>", "April 2024. Today's Date: "}, GRANITE,
+     .preset = "Knowledge Cutoff Date: April 2024. Today's Date: {date %B %d, %Y}. You are "
+     "Granite, developed by IBM. You are a helpful AI assistant.", .date = "2025-04-16"},
+    {"granite-4", EMPTY_IS_NONE, {"<|start_of_role|>", "if ns.system_message"}, GRANITE},
+    {"granite-3", 0, {"<|start_of_role|>"}, GRANITE},
+    {"gpt-oss", EMPTY_IS_NONE | SWITCH_ON, {"<|start|>", "<|channel|>"},
+     .start = "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI."
+     "\nKnowledge cutoff: 2024-06\nCurrent date: {date %Y-%m-%d}\n\nReasoning: {+medium}{-low}\n\n"
+     "# Valid channels: analysis, commentary, final. Channel must be included for every message."
+     "<|end|>", {"<|start|>developer<|message|># Instructions\n\n", "\n\n<|end|>"},
+     {"<|start|>user<|message|>", "<|end|>"},
+     {"<|start|>assistant<|channel|>final<|message|>", "<|end|>"}, "<|start|>assistant",
+     .date = "2025-08-05", .think = {"<|start|>assistant<|channel|>analysis<|message|>",
+                                     "<|start|>assistant<|channel|>final<|message|>"}},
+    {"plain", 0, {NULL}, .start = "{bos}", {"", "\n"}, {"", "\n"}, {"", "\n"}, ""},
 };
-#undef CHATML
 
-static bool span_has(Span text, const char *word) {
+// A template and all that decides about its text. file: the template of the model's file.
+typedef struct {
+    const Template *t;
+    const Vocab *v;
+    Span file;
+    bool think;
+    struct tm date;
+    Str preset;                         // the system text when none is given; p = NULL: none
+} Form;
+
+static bool span_starts(Span s, const char *word) {
     size_t n = strlen(word);
-    for (size_t i = 0; i + n <= text.n; i++)
-        if (!memcmp(text.p + i, word, n)) return true;
-    return false;
+    return s.n >= n && !memcmp(s.p, word, n);
+}
+
+static const char *span_find(Span s, const char *word) { // NULL: it is not there
+    size_t n = strlen(word);
+    const char *p = s.p, *end = s.p + s.n;
+    while (n && s.n >= n && (p = memchr(p, *word, (size_t)(end - p)))
+           && ((size_t)(end - p) < n || memcmp(p, word, n)))
+        p++;
+    return s.n >= n ? p : NULL;
+}
+
+static bool span_has(Span s, const char *word) { return span_find(s, word) != NULL; }
+static Span span_from(Span s, const char *p) { return (Span){p, (size_t)(s.p + s.n - p)}; }
+
+// Bytes at the end of s with which `word` begins.
+static size_t span_overlap(Span s, const char *word) {
+    size_t n = MIN(s.n, strlen(word));
+    while (n && memcmp(s.p + s.n - n, word, n)) n--;
+    return n;
+}
+
+// The escapes of C in place: \n \t \r \\ \" \' \0 \xHH; anything else stays as it is.
+static void unescape(Str *s) {
+    static const char from[] = "ntr\\\"'0", to[] = "\n\t\r\\\"'\0";
+    size_t n = 0;
+    for (size_t i = 0; i < s->n; i++) {
+        const char *known =
+            s->p[i] == '\\' && i + 1 < s->n && s->p[i + 1] ? strchr(from, s->p[i + 1]) : NULL;
+        unsigned code;
+        if (known) s->p[n++] = to[known - from], i++;
+        else if (s->p[i] == '\\' && i + 3 < s->n && s->p[i + 1] == 'x'
+                 && isxdigit((unsigned char)s->p[i + 2]) && isxdigit((unsigned char)s->p[i + 3])
+                 && sscanf(s->p + i + 2, "%2x", &code) == 1)
+            s->p[n++] = (char)code, i += 3;
+        else s->p[n++] = s->p[i];
+    }
+    if (s->p) s->p[s->n = n] = 0;
 }
 
 static const Template *template_named(const char *name) {
     for (int i = 0; i < COUNT(templates); i++)
-        if (span_is((Span){name, strlen(name)}, templates[i].name)) return &templates[i];
+        if (!strcmp(name, templates[i].name)) return &templates[i];
     return NULL;
 }
 
-// The row for a model: by its own template's marks; else what its vocabulary suggests, with a
-// warning.
-static const Template *template_find(const Model *m, Str *warnings) {
-    for (int i = 0; m->chat_template.n && i < COUNT(templates); i++) {
-        const Template *t = &templates[i];
-        if (t->mark[0] && span_has(m->chat_template, t->mark[0])
-            && (!t->mark[1] || span_has(m->chat_template, t->mark[1])))
-            return t;
+// The row whose marks a template text holds, or NULL.
+static const Template *template_find(Span file) {
+    const Template *found = NULL;
+    Str text = {0};
+    str_add(&text, file.p, file.n), unescape(&text);
+    for (int i = 0; i < COUNT(templates) && !found; i++) {
+        const char *const *mark = templates[i].mark;
+        bool fits = mark[0] != NULL;
+        for (int k = 0; k < COUNT(templates[i].mark) && mark[k]; k++)
+            fits &= span_has((Span){text.p, text.n}, mark[k] + (*mark[k] == '!'))
+                    == (*mark[k] != '!');
+        if (fits) found = &templates[i];
     }
-    const char *name = "plain";
-    if (!m->gguf) name = "llama2";
-    else if (tok_find(&m->vocab, SPAN("<|im_start|>")) >= 0) name = "chatml";
-    if (m->gguf)
-        str_printf(warnings,
-                   "%s: %s; the chat uses the form `%s` (--template NAME forces another)\n",
-                   m->file.name,
-                   m->chat_template.n ? "its chat template is not one of those known"
-                                      : "no chat template: is this an instruct model?",
-                   name);
-    return template_named(name);
-}
-
-static void message_add(Conversation *c, int role, Span text) {
-    if (c->n == c->cap) {
-        c->cap = 2 * c->cap + 8;
-        Message *p = realloc(c->p, (size_t)c->cap * sizeof *p);
-        if (!p) die("out of memory: %d messages", c->cap);
-        c->p = p;
-    }
-    c->p[c->n] = (Message){.role = role};
-    str_add(&c->p[c->n++].text, text.p, text.n);
-}
-
-static void conversation_free(Conversation *c) {
-    for (int i = 0; i < c->n; i++) str_free(&c->p[i].text);
-    free(c->p), *c = (Conversation){0};
+    str_free(&text);
+    return found;
 }
 
 // A text under construction and, byte for byte, whether it came from a message.
@@ -4674,14 +4713,28 @@ static void render_bytes(Rendering *r, Span s, bool typed) {
     for (size_t i = 0; i < s.n; i++) str_add(&r->typed, typed ? "\1" : "\0", 1);
 }
 
-static void render_form(Rendering *r, const Vocab *v, const char *form) {
-    for (const char *brace; (brace = strchr(form, '{')); form = brace + 5) {
+static void render_date(Rendering *r, const Form *f, Span format) {
+    char pattern[32], date[64];
+    snprintf(pattern, sizeof pattern, "%.*s", (int)format.n, format.p);
+    render_bytes(r, (Span){date, strftime(date, sizeof date, pattern, &f->date)}, false);
+}
+
+static void render_form(Rendering *r, const Form *f, const char *form) {
+    if (!form) return;
+    for (const char *brace; (brace = strchr(form, '{')); form = strchr(brace, '}') + 1) {
         render_bytes(r, (Span){form, (size_t)(brace - form)}, false);
-        int id = brace[1] == 'b' ? v->bos : v->eos; // {bos} or {eos}
-        if (id >= 0) render_bytes(r, tok_spelling(v, id), false);
+        Span word = {brace + 1, strcspn(brace + 1, "}")};
+        int id = span_is(word, "bos") ? f->v->bos : span_is(word, "eos") ? f->v->eos : NO_TOKEN;
+        if (span_is(word, "bos?") && span_has(f->file, "bos_token")) id = f->v->bos;
+        if (id >= 0) render_bytes(r, tok_spelling(f->v, id), false);
+        else if (span_starts(word, "date ")) render_date(r, f, (Span){word.p + 5, word.n - 5});
+        else if (*word.p == (f->think ? '+' : '-'))
+            render_bytes(r, (Span){word.p + 1, word.n - 1}, false);
     }
     render_bytes(r, (Span){form, strlen(form)}, false);
 }
+
+static void rendering_free(Rendering *r) { str_free(&r->text), str_free(&r->typed); }
 
 static bool is_blank(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
@@ -4702,44 +4755,175 @@ static Span span_trim(Span s) {
     return (Span){s.p + from, to - from};
 }
 
-static void render_system(Rendering *r, const Vocab *v, const Template *t, const Span *text) {
-    if (!text) return;
-    render_form(r, v, t->system[0]);
-    render_bytes(r, *text, true);
-    render_form(r, v, t->system[1]);
+// The system text of a conversation that gives none: the row's; or what the file's template says,
+// in default_system_message (a date may be joined to it) or in a whole message of the row's form.
+static void form_preset(Form *f) {
+    const char *head = f->t->system[0];
+    Rendering r = {0};
+    Str file = {0};
+    if (f->t->preset) str_add(&r.text, "", 0), render_form(&r, f, f->t->preset);
+    else str_add(&file, f->file.p, f->file.n), unescape(&file);
+    Span all = {file.p, file.n}, text;
+    const char *found = span_find(all, "default_system_message = "), *end = NULL;
+    if (found) {
+        text = span_from(all, found + strlen("default_system_message = "));
+        end = span_find(text, text.n && *text.p == '"' ? "\" %}" : "' %}");
+        text.p++;
+    }
+    while (!end && head && *head && (found = span_find(all, head))) {
+        all = text = span_from(all, found + strlen(head)); // is it text, or code that makes one?
+        end = span_find(text, f->t->system[1]);
+        if (!text.n || strchr("'\"", *text.p)) end = NULL;
+        else if (end && span_has((Span){text.p, (size_t)(end - text.p)}, "}}")) end = NULL;
+    }
+    if (end) {
+        const char *today = "\" + today + \"";
+        text.n = (size_t)(end - text.p);
+        if ((found = span_find(text, today))) {
+            render_bytes(&r, (Span){text.p, (size_t)(found - text.p)}, false);
+            render_date(&r, f, SPAN("%Y-%m-%d"));
+            text = span_from(text, found + strlen(today));
+        }
+        render_bytes(&r, text, false);
+    }
+    f->preset = r.text;
+    str_free(&r.typed), str_free(&file);
 }
 
-// The whole conversation, ending where the model is to reply. An empty system message is a message.
-static Rendering render(const Vocab *v, const Template *t, const Conversation *c) {
-    Rendering r = {0};
-    Span preset = {t->default_system, t->default_system ? strlen(t->default_system) : 0};
-    const Span *system = t->default_system ? &preset : NULL;
-    Span given;
-    int from = 0;
-    if (c->n && c->p[0].role == SYSTEM) {
-        given = (Span){c->p[0].text.p, c->p[0].text.n};
-        system = &given, from = 1;
+// YYYY-MM-DD, a day that exists.
+static bool date_parse(const char *text, struct tm *date) {
+    int year, month, day, n = 0;
+    if (sscanf(text, "%4d-%2d-%2d%n", &year, &month, &day, &n) != 3 || n != 10 || text[n])
+        return false;
+    struct tm day_of = {.tm_year = year - 1900, .tm_mon = month - 1, .tm_mday = day, .tm_hour = 12};
+    *date = day_of;
+    return mktime(&day_of) != -1 && day_of.tm_mday == day && day_of.tm_mon == month - 1;
+}
+
+enum { THINK_UNSAID, THINK_ON, THINK_OFF, THINK_HIDE }; // --think
+
+static Form form_new(const Template *t, const Vocab *v, Span file, int think, const char *date) {
+    Form f = {.t = t, .v = v, .file = file};
+    f.think = think == THINK_UNSAID ? !(t->rules & SWITCH_OFF) : think != THINK_OFF;
+    date_parse(date ? date : t->date ? t->date : "2024-07-26", &f.date);
+    form_preset(&f);
+    return f;
+}
+
+// The form of a model's chat: the one named, that of its own template, or what its vocabulary
+// suggests, with a warning.
+static Form form_find(const Model *m, const char *name, int think, const char *date, Str *notes) {
+    const Template *t = name ? template_named(name) : template_find(m->chat_template);
+    if (!t) {
+        bool chatml = m->gguf && tok_find(&m->vocab, SPAN("<|im_start|>")) >= 0;
+        t = template_named(!m->gguf ? "llama2" : chatml ? "chatml" : "plain");
+        if (m->gguf)
+            str_printf(notes,
+                       "%s: %s; the chat uses the form `%s` (--template NAME forces another)\n",
+                       m->file.name,
+                       m->chat_template.n ? "its chat template is not one of those known"
+                                          : "no chat template: is this an instruct model?",
+                       t->name);
     }
-    render_form(&r, v, t->start);
-    if (!(t->rules & SYSTEM_IN_USER)) render_system(&r, v, t, system);
+    if (think != THINK_UNSAID && think != THINK_HIDE && !(t->rules & (SWITCH_ON | SWITCH_OFF)))
+        str_printf(notes, "--think: the chat form `%s` has no switch for thinking\n", t->name);
+    return form_new(t, &m->vocab, m->chat_template, think, date);
+}
+
+static void message_add(Conversation *c, int role, Span text) {
+    if (c->n == c->cap) {
+        c->cap = 2 * c->cap + 8;
+        Message *p = realloc(c->p, (size_t)c->cap * sizeof *p);
+        if (!p) die("out of memory: %d messages", c->cap);
+        c->p = p;
+    }
+    c->p[c->n] = (Message){.role = role};
+    str_add(&c->p[c->n++].text, text.p, text.n);
+}
+
+// Takes `n` messages out, from the one at `at` on.
+static void messages_drop(Conversation *c, int at, int n) {
+    for (int i = at; i < at + n; i++) str_free(&c->p[i].text);
+    memmove(c->p + at, c->p + at + n, sizeof(Message) * (size_t)(c->n - at - n));
+    c->n -= n;
+}
+
+static const char *think_mark(const Template *t, int which) { // 0 before thinking, 1 behind it
+    return t->think[which] ? t->think[which] : which ? "</think>" : "<think>";
+}
+
+// A reply as far as it came: what was thought, and the answer, p = NULL where it has not begun.
+// What may become a mark belongs to neither; at the `end` nothing may. The first `seed` bytes are
+// the prompt's.
+typedef struct { Span thought, answer; } Parts;
+
+static Parts reply_parts(const Template *t, Span reply, size_t seed, bool end) {
+    const char *open = think_mark(t, 0), *close = think_mark(t, 1);
+    Span text = reply;
+    while (text.n && is_blank(*text.p)) text.p++, text.n--;
+    bool maybe = !strncmp(text.p, open, text.n) || !strncmp(text.p, close, text.n);
+    if (span_starts(text, open)) text = span_from(text, text.p + strlen(open));
+    else if (maybe && !end) return (Parts){0};
+    else if (!span_starts(text, close)) return (Parts){{0}, span_from(reply, reply.p + seed)};
+    const char *found = span_find(text, close);
+    if (found)
+        return (Parts){{text.p, (size_t)(found - text.p)}, span_from(text, found + strlen(close))};
+    text.n -= end ? 0 : span_overlap(text, close);
+    return (Parts){text, {0}};
+}
+
+// White space, and earlier thinking, as the template has it.
+static Span message_text(const Template *t, const Message *m) {
+    static const int trims[] = {[SYSTEM] = TRIM_SYSTEM, [USER] = TRIM_USER, [REPLY] = TRIM_REPLY};
+    Span text = {m->text.p, m->text.n}, trimmed = span_trim(text);
+    if (t->rules & trims[m->role]) text = trimmed;
+    if (m->role == SYSTEM && t->rules & TRIM_SYSTEM_END)
+        text.n = trimmed.n ? (size_t)(trimmed.p + trimmed.n - text.p) : 0;
+    if (m->role != REPLY) return text;
+    const char *close = think_mark(t, 1), *found;
+    bool whole = t->rules & FORGET;     // as yet
+    for (; t->rules & FORGET && (found = span_find(text, close)); whole = false)
+        text = span_from(text, found + strlen(close));
+    while (t->rules & TRIM_NEWLINES && !whole && text.n && *text.p == '\n') text.p++, text.n--;
+    return text;
+}
+
+// The system message; a NULL text is the preset, where there is one.
+static void render_system(Rendering *r, const Form *f, const Span *text) {
+    if (!text && !f->preset.p) return;
+    render_form(r, f, f->t->system[0]);
+    render_bytes(r, text ? *text : (Span){f->preset.p, f->preset.n}, text != NULL);
+    render_form(r, f, f->t->system[1]);
+}
+
+// The conversation without the `skip` messages that follow the system message, ending where the
+// model is to reply. An empty system message is a message.
+static Rendering render(const Form *f, const Conversation *c, int skip) {
+    const Template *t = f->t;
+    Rendering r = {0};
+    Span given, *system = NULL;
+    int from = c->n && c->p[0].role == SYSTEM;
+    if (from) given = message_text(t, &c->p[0]), system = &given;
+    if (system && !system->n && t->rules & EMPTY_IS_NONE) system = NULL;
+    from += skip;
+    int place = t->rules & IN_FIRST ? from : t->rules & IN_LAST ? c->n - 1 : -1;
+    render_form(&r, f, t->start);
+    if (place < 0) render_system(&r, f, system);
     for (int i = from; i < c->n; i++) {
-        bool user = c->p[i].role == USER;
-        Span text = {c->p[i].text.p, c->p[i].text.n};
-        Span trimmed = t->rules & (user ? TRIM_USER : TRIM_REPLY) ? span_trim(text) : text;
-        render_form(&r, v, (user ? t->user : t->reply)[0]);
-        if (i == from && (t->rules & SYSTEM_IN_USER) && system) {
-            render_system(&r, v, t, system);
-            if (trimmed.n) trimmed = (Span){text.p, (size_t)(trimmed.p + trimmed.n - text.p)};
+        const char *const *around = c->p[i].role == USER ? t->user : t->reply;
+        Span text = message_text(t, &c->p[i]), raw = {c->p[i].text.p, c->p[i].text.n};
+        render_form(&r, f, around[0]);
+        if (i == place) render_system(&r, f, system);
+        if (i == place && system && t->rules & TRIM_JOINT) {
+            if (text.n) text = (Span){raw.p, (size_t)(text.p + text.n - raw.p)};
             else r.text.n = r.typed.n = span_trim((Span){r.text.p, r.text.n}).n;
         }
-        render_bytes(&r, trimmed, true);
-        render_form(&r, v, (user ? t->user : t->reply)[1]);
+        render_bytes(&r, text, true);
+        render_form(&r, f, around[1]);
     }
-    render_form(&r, v, t->ask);
+    render_form(&r, f, t->ask ? t->ask : t->reply[0]);
     return r;
 }
-
-static void rendering_free(Rendering *r) { str_free(&r->text), str_free(&r->typed); }
 /* ------------------------------------------------------------------------------------------------
  * Chapter 13. Modes
  *
@@ -4748,11 +4932,18 @@ static void rendering_free(Rendering *r) { str_free(&r->text), str_free(&r->type
  */
 enum { DEFAULT_STEPS = 256, DEFAULT_CONTEXT = 4096, DEFAULT_CHUNK = 128, SCORE_PIECE = 512 };
 
+enum { TEMPERATURE, TOP_K, TOP_P, MIN_P, PENALTY, N_SAMPLING };
+static const struct { const char *key; double usual, most; } sampling[N_SAMPLING] = {
+    {"temp", 1.0, 1e6}, {"top_k", 0, INT_MAX}, {"top_p", 0.9, 1}, {"min_p", 0, 1},
+    {"penalty_repeat", 0, 100},         // keys: general.sampling.*
+};
+
 typedef struct {
     const char *model, *mode, *tokenizer;
-    double temperature, top_p, min_p, repeat_penalty;
-    int64_t seed, steps, top_k, threads, chunk, context; // UNSET where not given
-    const char *input, *file, *system, *template, *kv, *logits;
+    double sampling[N_SAMPLING];        // NAN where not given
+    int64_t seed, steps, threads, chunk, context; // UNSET where not given
+    const char *input, *file, *system, *template, *date, *logits;
+    int think, kv;                      // THINK_; 1 f32, 2 f16, 0 where not given
     Span *stops;                        // --stop, in order
     int n_stops;
     bool escapes, ids, no_bos, special, pieces, no_echo, quiet, show_prompt, help, version;
@@ -4761,43 +4952,19 @@ typedef struct {
 #define UNSET INT64_MIN
 
 // ---- input: -i, -f or nothing, used byte for byte
-static void read_stream(Str *s, FILE *f, const char *name) {
-    char part[65536];
-    for (size_t n; (n = fread(part, 1, sizeof part, f)) > 0;) str_add(s, part, n);
-    if (interrupted) exit(130);
-    if (ferror(f)) die("%s: cannot read: %s", name, strerror(errno));
-}
-
-// The escapes of C in place: \n \t \r \\ \" \' \0 \xHH; anything else stays as it is.
-static void unescape(Str *s) {
-    static const char from[] = "ntr\\\"'0", to[] = "\n\t\r\\\"'\0";
-    size_t n = 0;
-    for (size_t i = 0; i < s->n; i++) {
-        const char *known =
-            s->p[i] == '\\' && i + 1 < s->n && s->p[i + 1] ? strchr(from, s->p[i + 1]) : NULL;
-        unsigned code;
-        if (known) s->p[n++] = to[known - from], i++;
-        else if (s->p[i] == '\\' && i + 3 < s->n && s->p[i + 1] == 'x'
-                 && isxdigit((unsigned char)s->p[i + 2]) && isxdigit((unsigned char)s->p[i + 3])
-                 && sscanf(s->p + i + 2, "%2x", &code) == 1)
-            s->p[n++] = (char)code, i += 3;
-        else s->p[n++] = s->p[i];
-    }
-    s->n = n;
-}
-
 static Str read_input(const Options *o) {
     Str s = {0};
     str_add(&s, "", 0);
-    if (o->input) {
-        str_add(&s, o->input, strlen(o->input));
-        if (o->escapes) unescape(&s);
-    } else if (o->file) {
-        FILE *f = strcmp(o->file, "-") ? fopen(o->file, "rb") : stdin;
-        if (!f) die("%s: cannot open: %s", o->file, strerror(errno));
-        read_stream(&s, f, o->file);
-        if (f != stdin) fclose(f);
-    }
+    if (o->input) str_add(&s, o->input, strlen(o->input));
+    if (o->input && o->escapes) unescape(&s);
+    if (!o->file) return s;
+    FILE *f = strcmp(o->file, "-") ? fopen(o->file, "rb") : stdin;
+    if (!f) die("%s: cannot open: %s", o->file, strerror(errno));
+    char part[65536];
+    for (size_t n; (n = fread(part, 1, sizeof part, f)) > 0;) str_add(&s, part, n);
+    if (interrupted) exit(130);
+    if (ferror(f)) die("%s: cannot read: %s", o->file, strerror(errno));
+    if (f != stdin) fclose(f);
     return s;
 }
 
@@ -4828,13 +4995,48 @@ static Ids input_ids(const Options *o, const Model *m) {
     return ids;
 }
 
+// ---- output
+static void out_flush(void) { // a reader that went away ends the program quietly
+    if (!fflush(stdout) && !ferror(stdout)) return;
+    if (errno == EPIPE) exit(0);
+    if (errno == EINTR && interrupted) exit(130);
+    die("cannot write: %s", strerror(errno));
+}
+
+static void put(Span s) {
+    if (s.n) fwrite(s.p, 1, s.n, stdout), out_flush();
+}
+
+// As valid UTF-8 without control characters but newline and tab.
+static void print_clean(FILE *f, const Str *s) {
+    Stream clean = {.terminal = true};
+    Span shown = stream_push(&clean, (Span){s->p, s->n});
+    fwrite(shown.p, 1, shown.n, f);
+    shown = stream_flush(&clean);
+    fwrite(shown.p, 1, shown.n, f);
+    stream_free(&clean);
+}
+
+// A text on one line: control characters and the backslash as escapes.
+static void add_escaped(Str *out, Span s) {
+    for (size_t i = 0; i < s.n; i++) {
+        unsigned char c = (unsigned char)s.p[i];
+        if (c == '\n') str_printf(out, "\\n");
+        else if (c == '\\') str_printf(out, "\\\\");
+        else if (c < 32 || c == 127) str_printf(out, "\\x%02x", c);
+        else str_add(out, s.p + i, 1);
+    }
+}
+
+static bool shows_progress(const Options *o) { return !o->quiet && isatty(fileno(stderr)); }
+
 // ---- what all modes that run the model share
 static Session *start_session(const Options *o, const Model *m, int64_t positions, int logit_rows) {
-    bool half = o->kv ? !strcmp(o->kv, "f16") : !m->all_f32;
     int chunk = o->chunk == UNSET ? DEFAULT_CHUNK : (int)MIN(MAX(o->chunk, 1), 4096);
     int threads = o->threads == UNSET || !o->threads ? default_threads(m)
                 : (int)MIN(MAX(o->threads, 1), MIN(MAX_THREADS, 4 * core_count()));
-    return session_new(m, (int)MIN(positions, MAX_POSITIONS), chunk, half, threads, logit_rows);
+    return session_new(m, (int)MIN(positions, MAX_POSITIONS), chunk,
+                       o->kv ? o->kv == 2 : !m->all_f32, threads, logit_rows);
 }
 
 // Positions of the cache: -c, or the file's context, at most 4,096 unless more are wanted.
@@ -4846,13 +5048,35 @@ static int64_t context_size(const Options *o, const Model *m, int64_t wanted) {
     return o->context;
 }
 
-static Sampler start_sampler(const Options *o, const Session *s) {
+static bool sampling_fits(int i, double x) {
+    return x >= 0 && x <= sampling[i].most && !(i == PENALTY && x > 0 && x < 0.01);
+}
+
+static double sampling_stated(const Gguf *g, int i) { // by the file; NAN: nothing of use
+    char key[64];
+    snprintf(key, sizeof key, "general.sampling.%s", sampling[i].key);
+    const GgufValue *v = g ? gguf_find(g, key) : NULL;
+    int64_t n;
+    double x = NAN;
+    if (v && !v->array && v->type == GGUF_F32) x = (double)f32_at(g->r->base + v->at);
+    else if (v && !v->array && gguf_element(g, v, 0, &n)) x = (double)n;
+    return sampling_fits(i, x) ? x : NAN;
+}
+
+// What the file states counts in a chat where no sampling option is given.
+static Sampler start_sampler(const Options *o, const Session *s, bool chat) {
+    double use[N_SAMPLING];
+    for (int i = 0; i < N_SAMPLING; i++) chat &= isnan(o->sampling[i]);
+    for (int i = 0; i < N_SAMPLING; i++) {
+        use[i] = chat ? sampling_stated(s->model->gguf, i) : o->sampling[i];
+        if (isnan(use[i])) use[i] = sampling[i].usual;
+    }
     Sampler sampler = {
-        .temperature = (float)MAX(o->temperature, 0),
-        .top_p = (float)o->top_p,
-        .min_p = (float)o->min_p,
-        .repeat_penalty = (float)o->repeat_penalty,
-        .top_k = (int)MIN(MAX(o->top_k, 0), INT_MAX),
+        .temperature = (float)use[TEMPERATURE],
+        .top_p = (float)use[TOP_P],
+        .min_p = (float)use[MIN_P],
+        .repeat_penalty = (float)use[PENALTY],
+        .top_k = (int)use[TOP_K],
         .rng = o->seed > 0 ? (uint64_t)o->seed : time_seed(),
         .isa = s->team.isa,
         .list = xalloc((size_t)s->model->config.vocab_size, sizeof(Candidate)),
@@ -4863,75 +5087,96 @@ static Sampler start_sampler(const Options *o, const Session *s) {
     return sampler;
 }
 
-// Ids that may be sampled: embedding rows beyond the tokenizer's entries mean nothing.
-static int sample_size(const Model *m) {
-    return m->vocab.size && m->vocab.size < m->config.vocab_size ? m->vocab.size
-                                                                 : m->config.vocab_size;
-}
-
-static void put(Span s) { // to stdout; a reader that went away ends the program quietly
-    if (s.n && (fwrite(s.p, 1, s.n, stdout) != s.n || fflush(stdout))) {
-        if (errno == EPIPE) exit(0);
-        if (errno == EINTR && interrupted) exit(130);
-        die("cannot write: %s", strerror(errno));
-    }
-}
-
-static bool is_stop(const Model *m, int id) { return id < m->vocab.size && m->vocab.stop[id]; }
-
-// As valid UTF-8 without control characters but newline and tab.
-static void put_clean(const Str *s) {
-    Stream clean = {.terminal = true};
-    put(stream_push(&clean, (Span){s->p, s->n}));
-    put(stream_flush(&clean));
-    stream_free(&clean);
-}
-
 typedef struct {                        // tokens on their way to stdout
+    const Options *o;
     const Model *m;
-    Stream stream, plain;               // plain: for the copy, which no terminal may change
-    Str piece, *copy;                   // copy: where the text is kept, or NULL
+    const Template *t;                  // of a chat, or NULL
+    Stream stream;
+    Str piece, reply;                   // reply: all that came, behind `seed` bytes of the prompt
+    size_t seed, thought, said;         // thinking and answer that were given out, in bytes
+    bool answering;
     int prev;
-    bool chat; // ends at end tokens; generate on a .bin at BOS, as llama2.c
 } Speaker;
 
-static Speaker speaker_new(const Options *o, const Model *m, Str *copy) {
-    Speaker s = {.m = m, .copy = copy, .prev = NO_TOKEN};
-    s.stream = s.plain = (Stream){.stops = o->stops, .n_stops = o->n_stops};
+static Speaker speaker_new(const Options *o, const Model *m, const Template *t) {
+    Speaker s = {.o = o, .m = m, .t = t, .prev = NO_TOKEN};
     s.stream.terminal = isatty(fileno(stdout));
     return s;
 }
 
+static void speaker_put(Speaker *s, Span text) { put(stream_push(&s->stream, text)); }
+
+// From here on stop strings count: not in a prompt that is repeated, nor in thinking.
+static void speaker_stops(Speaker *s) {
+    s->stream.stops = s->o->stops, s->stream.n_stops = s->o->n_stops;
+}
+
+static Parts speaker_parts(const Speaker *s, bool end) {
+    return reply_parts(s->t, (Span){s->reply.p, s->reply.n}, s->seed, end);
+}
+
+// Gives out what is new in a chat's reply: thinking where it is to be shown, and the answer.
+static void speaker_reply(Speaker *s, bool end) {
+    Parts p = speaker_parts(s, end);
+    bool show = s->o->think != THINK_HIDE && s->o->think != THINK_OFF;
+    if (show && p.thought.n > s->thought) {
+        if (!s->thought) speaker_put(s, SPAN("<think>"));
+        speaker_put(s, span_from(p.thought, p.thought.p + s->thought));
+        s->thought = p.thought.n;
+    }
+    if (!p.answer.p) return;
+    if (!s->said && s->thought) speaker_put(s, SPAN("</think>"));
+    speaker_stops(s);
+    Span news = span_from(p.answer, p.answer.p + s->said);
+    s->said = p.answer.n;
+    while (p.thought.n > s->thought && !s->answering && news.n && is_blank(*news.p))
+        news.p++, news.n--;             // between hidden thinking and the answer
+    s->answering |= news.n > 0;
+    speaker_put(s, news);
+}
+
 static void speaker_say(Speaker *s, int id) {
+    const Vocab *v = &s->m->vocab;
     s->piece.n = 0;
-    tok_piece(&s->m->vocab, id, s->prev, &s->piece);
+    tok_piece(v, id, s->prev, &s->piece);
     s->prev = id;
+    if (s->t && !s->piece.n && id < v->size) { // a control token is part of marks or of nothing
+        str_add(&s->piece, tok_spelling(v, id).p, tok_spelling(v, id).n);
+        if (!strstr(think_mark(s->t, 0), s->piece.p) && !strstr(think_mark(s->t, 1), s->piece.p))
+            s->piece.n = 0;
+    }
     Span piece = {s->piece.p, s->piece.n};
-    put(stream_push(&s->stream, piece));
-    if (!s->copy) return;
-    Span kept = stream_push(&s->plain, piece);
-    str_add(s->copy, kept.p, kept.n);
+    if (s->t) str_add(&s->reply, piece.p, piece.n), speaker_reply(s, false);
+    else speaker_put(s, piece);
 }
 
 static void speaker_end(Speaker *s) {
+    if (s->t) speaker_reply(s, true);
     put(stream_flush(&s->stream));
-    Span kept = stream_flush(&s->plain);
-    if (s->copy) str_add(s->copy, kept.p, kept.n);
-    stream_free(&s->stream), stream_free(&s->plain), str_free(&s->piece);
+    put(SPAN("\n"));
+}
+
+static void speaker_free(Speaker *s) {
+    stream_free(&s->stream), str_free(&s->piece), str_free(&s->reply);
 }
 
 // Samples and shows tokens until an end token, a stop string, Ctrl-C, or `limit` tokens in all;
 // counts and times what was read and made.
 static void speak(Session *s, Sampler *sampler, Speaker *speaker, Ids *ids, int64_t limit,
-                  bool progress, Stats *stats) {
+                  Stats *stats) {
     const Model *m = s->model;
     int64_t fed = s->fed, before = (int64_t)ids->n;
     double start = now();
-    float *logits = session_sync(s, ids->p, (int)ids->n, progress);
+    float *logits = session_sync(s, ids->p, (int)ids->n, shows_progress(speaker->o));
     stats->prompt += s->fed - fed, stats->prompt_s += now() - start, start = now();
+    // ids that may be sampled: embedding rows beyond the tokenizer's entries mean nothing
+    int n = m->vocab.size ? MIN(m->vocab.size, m->config.vocab_size) : m->config.vocab_size;
     while (logits && (int64_t)ids->n < limit && !interrupted && !speaker->stream.stopped) {
-        int next = sample(sampler, logits, sample_size(m), ids->p, (int)ids->n);
-        if (speaker->chat || m->gguf ? is_stop(m, next) : next == m->vocab.bos) break;
+        int next = sample(sampler, logits, n, ids->p, (int)ids->n);
+        // generate on a .bin ends at BOS alone, as llama2.c
+        if (speaker->t || m->gguf ? next < m->vocab.size && m->vocab.stop[next]
+                                  : next == m->vocab.bos)
+            break;
         ids_add(ids, next);
         speaker_say(speaker, next);
         if ((int64_t)ids->n < limit && !speaker->stream.stopped)
@@ -4957,19 +5202,16 @@ static int cmd_generate(const Options *o, const Model *m) {
                   prompt, steps);
     Session *s = cut ? NULL : start_session(o, m, MIN(context, MAX(steps, prompt)), 1);
     Sampler sampler = {0};
-    if (s) sampler = start_sampler(o, s);
+    if (s) sampler = start_sampler(o, s, false);
     Speaker speaker = speaker_new(o, m, NULL);
-    speaker.stream.n_stops = 0;          // the prompt is repeated whole
     bool bos = ids.p[0] == m->vocab.bos; // it marks the beginning and is not shown
     speaker.prev = o->no_echo ? ids.p[prompt - 1] : bos ? ids.p[0] : NO_TOKEN;
     for (int64_t i = bos; !o->no_echo && i < (cut ? steps + bos : prompt); i++)
         speaker_say(&speaker, ids.p[i]);
-    speaker.stream.n_stops = o->n_stops;
+    speaker_stops(&speaker);
     Stats stats = {0};
-    if (s)
-        speak(s, &sampler, &speaker, &ids, steps + 1, !o->quiet && isatty(fileno(stderr)), &stats);
-    speaker_end(&speaker);
-    put(SPAN("\n"));
+    if (s) speak(s, &sampler, &speaker, &ids, steps + 1, &stats);
+    speaker_end(&speaker), speaker_free(&speaker);
     if (!o->quiet && stats.reply) stats_print(&stats, m);
     if (s) session_free(s);
     free(sampler.list), free(ids.p);
@@ -4993,124 +5235,115 @@ static bool read_line(Str *line, bool terminal) {
 }
 
 static void show_prompt(const Vocab *v, const Ids *ids) { // what the model has been given so far
+    Str text = {0};
     fprintf(stderr, "prompt ids:");
     for (size_t i = 0; i < ids->n; i++) fprintf(stderr, " %d", ids->p[i]);
-    Str text = {0};
-    Stream clean = {.terminal = true};
     for (size_t i = 0; i < ids->n; i++) tok_name(v, ids->p[i], &text);
-    Span shown = stream_push(&clean, (Span){text.p, text.n});
-    fprintf(stderr, "\n%.*s", (int)shown.n, shown.p);
-    shown = stream_flush(&clean);
-    fprintf(stderr, "%.*s\n", (int)shown.n, shown.p);
-    str_free(&text), stream_free(&clean);
+    fprintf(stderr, "\n");
+    print_clean(stderr, &text);
+    fprintf(stderr, "\n");
+    str_free(&text);
 }
 
 typedef struct {
     const Options *o;
     const Model *m;
-    const Template *form;
+    Form form;
     Session *s;
     Sampler sampler;
     Conversation talk;
+    Ids ids;                            // of the prompt, then of the reply too
+    size_t seed;                        // bytes at the prompt's end that begin a mark of thinking
     int limit;                          // positions the conversation may fill
     Stats stats;
 } Chat;
 
 // The conversation without the `skip` messages that follow the system message, as ids.
-static void chat_ids(const Chat *c, int skip, Ids *ids) {
-    int first = c->talk.n && c->talk.p[0].role == SYSTEM, n = c->talk.n - skip;
-    Conversation part = {xalloc((size_t)n, sizeof(Message)), n, n};
-    for (int i = 0; i < n; i++) part.p[i] = c->talk.p[i < first ? i : i + skip];
-    Rendering r = render(&c->m->vocab, c->form, &part);
-    ids->n = 0;
-    tok_encode(&c->m->vocab, (Span){r.text.p, r.text.n}, (const uint8_t *)r.typed.p, TOK_SPECIAL,
-               ids);
-    rendering_free(&r), free(part.p);
+static size_t chat_ids(Chat *c, int skip) {
+    Rendering r = render(&c->form, &c->talk, skip);
+    c->ids.n = 0;
+    c->seed = span_overlap(span_trim((Span){r.text.p, r.text.n}), think_mark(c->form.t, 0));
+    tok_encode(c->form.v, (Span){r.text.p, r.text.n}, (const uint8_t *)r.typed.p, TOK_SPECIAL,
+               &c->ids);
+    rendering_free(&r);
+    return c->ids.n;
 }
 
 // The conversation as ids. If it leaves no room for a reply the oldest turns are dropped, the
 // system message never, and the user is told. False if the last message alone is too long: it is
 // left out.
-static bool chat_prompt(Chat *c, Ids *ids) {
-    int first = c->talk.n && c->talk.p[0].role == SYSTEM, most = c->talk.n - first - 1, skip = 0;
+static bool chat_prompt(Chat *c) {
+    int first = c->talk.n && c->talk.p[0].role == SYSTEM, skip = 0;
     size_t room = (size_t)(c->limit - MIN(c->limit / 4, 64) - 1);
-    chat_ids(c, most, ids);
-    if (ids->n > room) {
+    if (chat_ids(c, c->talk.n - first - 1) > room) {
         if (!c->o->quiet)
             warn_line("this message makes %zu tokens of %d: it is left out (-c N makes room)",
-                      ids->n, c->limit);
+                      c->ids.n, c->limit);
         return false;
     }
-    for (chat_ids(c, 0, ids); ids->n > room; chat_ids(c, skip, ids)) skip += 2;
-    if (!skip) return true;
-    if (!c->o->quiet)
+    while (chat_ids(c, skip) > room) skip += 2;
+    if (skip && !c->o->quiet)
         warn_line("context full (%d positions): the oldest messages are forgotten", c->limit);
-    for (int i = first; i < first + skip; i++) str_free(&c->talk.p[i].text);
-    memmove(c->talk.p + first, c->talk.p + first + skip,
-            sizeof(Message) * (size_t)(most + 1 - skip));
-    c->talk.n -= skip;
+    messages_drop(&c->talk, first, skip);
     return true;
 }
 
-static void chat_reply(Chat *c, Ids *ids) {
-    Str reply = {0};
-    Speaker speaker = speaker_new(c->o, c->m, &reply);
-    speaker.chat = true;
-    speak(c->s, &c->sampler, &speaker, ids, c->limit, !c->o->quiet && isatty(fileno(stderr)),
-          &c->stats);
-    speaker_end(&speaker);
-    put(SPAN("\n"));
-    if ((int64_t)ids->n == c->limit && !c->o->quiet)
+// What a reply is in the conversation: it ends before a stop string; where the marks of thinking
+// are control tokens, which are no text, the answer alone is kept.
+static Span chat_text(const Speaker *s) {
+    Parts p = speaker_parts(s, true);
+    Span whole = {s->reply.p, s->reply.n};
+    const char *found;
+    for (int i = 0; p.answer.p && i < s->o->n_stops; i++)
+        if ((found = span_find(p.answer, s->o->stops[i].p)))
+            p.answer.n = (size_t)(found - p.answer.p), whole.n = (size_t)(found - whole.p);
+    return s->t->think[0] || !p.thought.p ? p.answer : whole;
+}
+
+static void chat_reply(Chat *c) {
+    Speaker s = speaker_new(c->o, c->m, c->form.t);
+    str_add(&s.reply, think_mark(s.t, 0), s.seed = c->seed);
+    speak(c->s, &c->sampler, &s, &c->ids, c->limit, &c->stats);
+    speaker_end(&s);
+    if ((int64_t)c->ids.n == c->limit && !c->o->quiet)
         warn_line("context full (%d positions): the reply ends here", c->limit);
-    if (interrupted && !reply.n) str_free(&c->talk.p[--c->talk.n].text); // as if it was not asked
-    else message_add(&c->talk, REPLY, (Span){reply.p, reply.n});
-    str_free(&reply);
+    if (interrupted && s.reply.n == s.seed) messages_drop(&c->talk, c->talk.n - 1, 1); // not asked
+    else message_add(&c->talk, REPLY, chat_text(&s));
+    speaker_free(&s);
 }
 
 static int cmd_chat(const Options *o, const Model *m) {
     Chat c = {.o = o, .m = m};
     Str notes = {0}, line = {0};
-    c.form = o->template ? template_named(o->template) : template_find(m, &notes);
-    if (notes.n && !o->quiet) warn_lines(&notes);
+    c.form = form_find(m, o->template, o->think, o->date, &notes);
+    if (!o->quiet) warn_lines(&notes);
     int64_t context = context_size(o, m, MAX(o->steps, 0));
     c.limit = (int)MIN(o->steps > 0 ? MIN(o->steps, context) : context, MAX_POSITIONS);
     c.s = start_session(o, m, c.limit, 1);
-    c.sampler = start_sampler(o, c.s);
+    c.sampler = start_sampler(o, c.s, true);
     if (o->system) message_add(&c.talk, SYSTEM, (Span){o->system, strlen(o->system)});
     bool terminal = isatty(fileno(stdin)), first = o->input || o->file;
     if (first) line = read_input(o);
-    Ids ids = {0};
     for (;; first = false) {
         if (!first && terminal) put(SPAN("User: "));
         if (!first && !read_line(&line, terminal)) break;
         interrupt_arm();
         if (span_trim((Span){line.p, line.n}).n == 0) continue;
         message_add(&c.talk, USER, (Span){line.p, line.n});
-        if (!chat_prompt(&c, &ids)) { str_free(&c.talk.p[--c.talk.n].text); continue; }
-        if (o->show_prompt) show_prompt(&m->vocab, &ids);
+        if (!chat_prompt(&c)) { messages_drop(&c.talk, c.talk.n - 1, 1); continue; }
+        if (o->show_prompt) show_prompt(&m->vocab, &c.ids);
         if (terminal) put(SPAN("Assistant: "));
-        chat_reply(&c, &ids);
+        chat_reply(&c);
         if (interrupted) interrupt_arm();
     }
     if (terminal) put(SPAN("\n"));
     if (!o->quiet && c.stats.reply) stats_print(&c.stats, m);
-    session_free(c.s), conversation_free(&c.talk);
-    free(c.sampler.list), free(ids.p), str_free(&line), str_free(&notes);
+    session_free(c.s), messages_drop(&c.talk, 0, c.talk.n), str_free(&c.form.preset);
+    free(c.talk.p), free(c.sampler.list), free(c.ids.p), str_free(&line), str_free(&notes);
     return interrupted ? 130 : 0;
 }
 
 // ---- tokenize
-// A token's text on one line: control characters and the backslash as escapes.
-static void add_escaped(Str *out, Span s) {
-    for (size_t i = 0; i < s.n; i++) {
-        unsigned char c = (unsigned char)s.p[i];
-        if (c == '\n') str_printf(out, "\\n");
-        else if (c == '\\') str_printf(out, "\\\\");
-        else if (c < 32 || c == 127) str_printf(out, "\\x%02x", c);
-        else str_add(out, s.p + i, 1);
-    }
-}
-
 static int cmd_tokenize(const Options *o, const Model *m) {
     Ids ids = input_ids(o, m);
     Str out = {0}, name = {0};
@@ -5123,15 +5356,13 @@ static int cmd_tokenize(const Options *o, const Model *m) {
         str_add(&out, "\n", 1);
     }
     if (!o->pieces) str_add(&out, "\n", 1);
-    put_clean(&out);
+    print_clean(stdout, &out);
     str_free(&out), str_free(&name), free(ids.p);
     return 0;
 }
 
 // ---- score
 typedef struct { int64_t n; double sum, squares; } Score;
-
-static void score_add(Score *t, double nll) { t->n++, t->sum += nll, t->squares += nll * nll; }
 
 // Negative log of the probability that logits (n) give to id; the logits are used up.
 static double score_nll(const VecOps *ops, float *logits, int n, int id) {
@@ -5151,10 +5382,11 @@ static void score_piece(Session *s, const int *ids, int n, int from, Score *t, F
         float *logits = session_feed(s, ids + done, step, WANT_ALL);
         if (dump && fwrite(logits, sizeof *logits * vocab, (size_t)step, dump) != (size_t)step)
             die("--logits: cannot write: %s", strerror(errno));
-        for (int i = 0; i < step; i++)
-            if (done + i >= from && done + i + 1 < n)
-                score_add(t, score_nll(&vec_ops[s->team.isa], logits + (size_t)i * vocab,
-                                       (int)vocab, ids[done + i + 1]));
+        for (int i = MAX(from - done, 0); i < step && done + i + 1 < n; i++) {
+            double nll = score_nll(&vec_ops[s->team.isa], logits + (size_t)i * vocab, (int)vocab,
+                                   ids[done + i + 1]);
+            t->n++, t->sum += nll, t->squares += nll * nll;
+        }
         done += step;
     }
 }
@@ -5178,69 +5410,52 @@ static int cmd_score(const Options *o, const Model *m) {
     for (size_t at = 0; pieces && at + (size_t)context <= ids.n && !interrupted;
          at += (size_t)context) {
         // as llama.cpp's perplexity tool: BOS in the place of the first, the second half counts
-        int first = ids.p[at];
         if (m->vocab.add_bos && m->vocab.bos >= 0 && !o->no_bos && !o->ids)
             ids.p[at] = m->vocab.bos;
         score_piece(s, ids.p + at, (int)context, (int)(context / 2), &t, NULL);
-        ids.p[at] = first;
-        if (!o->quiet && isatty(fileno(stderr)))
+        if (shows_progress(o))
             fprintf(stderr, "\r%zu of %zu tokens, perplexity %.4f", at + (size_t)context, ids.n,
                     exp(t.sum / (double)MAX(t.n, 1)));
     }
-    if (pieces && !o->quiet && isatty(fileno(stderr))) fprintf(stderr, "\n");
+    if (pieces && shows_progress(o)) fprintf(stderr, "\n");
     if (dump && fclose(dump)) die("%s: cannot write: %s", o->logits, strerror(errno));
-    if (!interrupted) {
-        double nll = t.sum / (double)t.n, variance = MAX(t.squares / (double)t.n - nll * nll, 0);
-        double error = t.n > 1 ? exp(nll) * sqrt(variance / (double)(t.n - 1)) : 0;
-        Str line = {0};
-        str_printf(&line, "tokens %" PRId64 " nll %.5f ppl %.5f error %.5f\n", t.n, nll, exp(nll),
-                   error);
-        put((Span){line.p, line.n});
-        str_free(&line);
-    }
+    double nll = t.sum / (double)t.n, variance = MAX(t.squares / (double)t.n - nll * nll, 0);
+    double error = t.n > 1 ? exp(nll) * sqrt(variance / (double)(t.n - 1)) : 0;
+    if (!interrupted)
+        fprintf(stdout, "tokens %" PRId64 " nll %.5f ppl %.5f error %.5f\n", t.n, nll, exp(nll),
+                error);
     session_free(s), free(ids.p);
     return interrupted ? 130 : 0;
 }
 
 // ---- bench
-static void bench_line(const Session *s, const char *phase, int tokens, int depth, double seconds,
-                       double bytes) {
-    Str line = {0};
-    str_printf(&line, "%s,%d,%d,%d,%.2f,%.2f\n", phase, tokens, depth, s->team.n,
-               rate(tokens, seconds), rate(bytes, seconds) / 1e9);
-    put((Span){line.p, line.n});
-    str_free(&line);
-}
-
 static int cmd_bench(const Options *o, const Model *m) {
-    enum { PREFILL = 512, DECODE = 64 };
-    static const int depths[] = {0, 512, 4096};
-    int64_t most = MIN(m->config.seq_len, depths[2] + DECODE);
+    static const struct { const char *phase; int tokens, depth; } phases[] = {
+        {"prefill", 512, 0}, {"decode", 64, 0}, {"decode", 64, 512}, {"decode", 64, 4096}};
+    int64_t most = MIN(m->config.seq_len, 4096 + 64);
     int64_t room = o->context != UNSET ? context_size(o, m, 0) : most;
     Session *s = start_session(o, m, room, 1);
     uint64_t rng = 42;
-    int *ids = xalloc((size_t)room, sizeof *ids), prefill = (int)MIN(PREFILL, room);
+    int *ids = xalloc((size_t)room, sizeof *ids);
     for (int64_t i = 0; i < room; i++)
         ids[i] = (int)(rng_next(&rng) % (uint32_t)m->config.vocab_size);
-    session_sync(s, ids, MIN(8, prefill), false); // first touch of the weights is not timed
-    s->n_tokens = 0;
+    session_sync(s, ids, (int)MIN(8, room), false); // first touch of the weights is not timed
     put(SPAN("phase,tokens,depth,threads,tokens_per_s,gb_per_s\n"));
-    double start = now();
-    session_sync(s, ids, prefill, false);
-    if (!interrupted)
-        bench_line(s, "prefill", prefill, 0, now() - start,
-                   (double)m->weight_bytes * ((prefill + s->chunk - 1) / s->chunk));
-    double cache = (double)cache_bytes_per_token(m, s->half);
-    for (int d = 0; d < COUNT(depths) && depths[d] < room && !interrupted; d++) {
-        int tokens = (int)MIN(DECODE, room - depths[d]);
-        s->n_tokens = MIN(s->n_tokens, depths[d]);
-        if (depths[d]) session_sync(s, ids, depths[d], false);
-        start = now();
-        for (int i = 0; i < tokens && !interrupted; i++)
-            session_feed(s, ids + depths[d] + i, 1, WANT_LAST);
-        if (!interrupted)
-            bench_line(s, "decode", tokens, depths[d], now() - start,
-                       tokens * ((double)m->weight_bytes + cache * (depths[d] + tokens / 2.0)));
+    for (int i = 0; i < COUNT(phases) && phases[i].depth < room && !interrupted; i++) {
+        int depth = phases[i].depth, n = (int)MIN(phases[i].tokens, room - depth);
+        int step = i ? 1 : s->chunk, passes = (n + step - 1) / step;
+        s->n_tokens = MIN(s->n_tokens, depth);
+        if (depth) session_sync(s, ids, depth, false);
+        double start = now(), cache = i ? (double)cache_bytes_per_token(m, s->half) : 0;
+        for (int at = 0; at < n && !interrupted; at += step)
+            session_feed(s, ids + depth + at, MIN(step, n - at),
+                         at + step < n && !i ? WANT_NONE : WANT_LAST);
+        double seconds = now() - start;
+        double bytes = passes * ((double)m->weight_bytes + cache * (depth + n / 2.0));
+        if (interrupted) break;
+        fprintf(stdout, "%s,%d,%d,%d,%.2f,%.2f\n", phases[i].phase, n, depth, s->team.n,
+                rate(n, seconds), rate(bytes, seconds) / 1e9);
+        out_flush();
     }
     session_free(s), free(ids);
     return interrupted ? 130 : 0;
@@ -5253,38 +5468,27 @@ static void info_text(Str *out, const char *key, Span value) { // no value can f
     str_add(out, "\n", 1);
 }
 
-static void info_sizes(Str *out, int64_t layers, int64_t width, int64_t hidden, int64_t heads,
-                       int64_t kv_heads, int64_t head_size, int64_t context, bool half) {
-    str_printf(out,
-               "layers: %" PRId64 "\nwidth: %" PRId64 "\nhidden: %" PRId64 "\nheads: %" PRId64
-               "\nkv_heads: %" PRId64 "\nhead_size: %" PRId64 "\ncontext: %" PRId64 "\n",
-               layers, width, hidden, heads, kv_heads, head_size, context);
-    str_printf(out, "cache_bytes_per_token: %.0f\n",
-               2.0 * (double)layers * (double)kv_heads * (double)head_size * (half ? 2 : 4));
-}
+enum { SIZE_LAYERS, SIZE_WIDTH, SIZE_HIDDEN, SIZE_HEADS, SIZE_KV_HEADS, SIZE_HEAD, SIZE_CONTEXT,
+       N_SIZES };
+static const struct { const char *name, *key; } info_sizes[N_SIZES] = {
+    {"layers", ".block_count"}, {"width", ".embedding_length"}, {"hidden", ".feed_forward_length"},
+    {"heads", ".attention.head_count"}, {"kv_heads", ".attention.head_count_kv"},
+    {"head_size", ".attention.key_length"}, {"context", ".context_length"},
+};
 
-static void info_bin(const Model *m, Str *out) {
+static void info_bin(const Model *m, Str *out, int64_t *size) {
     const Config *c = &m->config;
+    const int64_t known[N_SIZES] = {c->n_layers, c->dim, c->hidden_dim, c->n_heads, c->n_kv_heads,
+                                    c->head_size, c->seq_len};
+    memcpy(size, known, sizeof known);
     int64_t kv = (int64_t)c->n_kv_heads * c->head_size;
     int64_t layer = (int64_t)c->dim * (2 + 2LL * c->dim + 2 * kv + 3LL * c->hidden_dim);
     str_printf(out, "parameters: %" PRId64 "\ntypes: %s\n",
                c->n_layers * layer + c->dim + (int64_t)c->dim * c->vocab_size * (m->tied ? 1 : 2),
                m->version == 2 ? "int8" : "f32");
-    info_sizes(out, c->n_layers, c->dim, c->hidden_dim, c->n_heads, c->n_kv_heads, c->head_size,
-               c->seq_len, m->version == 2);
-    str_printf(out, "vocabulary: %d\nbos: 1\nstops: 1 <s>\n", c->vocab_size);
 }
 
-static int64_t info_size(const Gguf *g, const char *key,
-                         int64_t missing) { // of several, the largest
-    const GgufValue *v = gguf_find(g, key);
-    int64_t most = missing, n;
-    for (uint64_t i = 0; v && i < v->count && gguf_element(g, v, i, &n); i++)
-        most = i ? MAX(most, n) : n;
-    return most;
-}
-
-static void info_gguf(const Gguf *g, Str *out) {
+static bool info_gguf(const Gguf *g, Str *out, int64_t *size) { // is its cache f16 by default?
     int64_t count[COUNT(formats) + 1] = {0}, parameters = 0;
     bool half = false, untied = map_find(&g->name_map, g->names, SPAN("output.weight")) >= 0;
     for (int i = 0; i < g->n_tensors; i++) {
@@ -5300,71 +5504,56 @@ static void info_gguf(const Gguf *g, Str *out) {
             str_printf(out, " %s %" PRId64, i < COUNT(formats) ? formats[i].name : "unknown",
                        count[i]);
     str_printf(out, "\n");
-    #define SIZE(name, missing) info_size(g, "." name, missing)
-    int64_t width = SIZE("embedding_length", 0), heads = SIZE("attention.head_count", 0);
-    if (!width) return;                 // a vocabulary alone
-    info_sizes(out, SIZE("block_count", 0), width, SIZE("feed_forward_length", 0), heads,
-               SIZE("attention.head_count_kv", heads),
-               SIZE("attention.key_length", width / MAX(heads, 1)), SIZE("context_length", 0),
-               half);
-#undef SIZE
-}
-
-static void info_vocab(const Model *m, Str *out) {
-    const Vocab *v = &m->vocab;
-    str_printf(out, "vocabulary: %d\nbos: %d%s\nstops:", v->size, v->bos,
-               v->add_bos ? "" : " (not added)");
-    Str stops = {0};
-    for (int i = 0; i < v->size; i++)
-        if (v->stop[i]) str_printf(&stops, " %d ", i), tok_name(v, i, &stops);
-    add_escaped(out, (Span){stops.p, stops.n});
-    str_add(out, "\n", 1), str_free(&stops);
-}
-
-static void info_sampling(const Gguf *g, Str *out) {
-    static const char *const names[] = {"temp", "top_k", "top_p", "min_p", "penalty_repeat"};
-    str_printf(out, "sampling:");
-    size_t none = out->n;
-    for (int i = 0; i < COUNT(names); i++) {
-        char key[64];
-        snprintf(key, sizeof key, "general.sampling.%s", names[i]);
-        const GgufValue *v = gguf_find(g, key);
+    for (int k = 0; k < N_SIZES; k++) { // of several, one a layer, the largest
+        const GgufValue *v = gguf_find(g, info_sizes[k].key);
         int64_t n;
-        if (!v || v->array) continue;
-        if (v->type == GGUF_F32)
-            str_printf(out, " %s %g", names[i], (double)f32_at(g->r->base + v->at));
-        else if (gguf_element(g, v, 0, &n)) str_printf(out, " %s %" PRId64, names[i], n);
+        if (!v && k == SIZE_KV_HEADS) size[k] = size[SIZE_HEADS];
+        if (!v && k == SIZE_HEAD) size[k] = size[SIZE_WIDTH] / MAX(size[SIZE_HEADS], 1);
+        for (uint64_t i = 0; v && i < v->count && gguf_element(g, v, i, &n); i++)
+            size[k] = i ? MAX(size[k], n) : n;
     }
-    str_printf(out, out->n == none ? " none stated\n" : "\n");
-}
-
-static void model_info(const Model *m, Str *out) {
-    const Gguf *g = m->gguf;
-    str_printf(out, "format: %s %d\n", g ? "GGUF" : ".bin version", m->version);
-    info_text(out, "family", g ? gguf_string(g, "general.architecture") : SPAN("llama"));
-    info_text(out, "name", g ? gguf_string(g, "general.name") : (Span){"", 0});
-    str_printf(out, "file_bytes: %zu\n", m->file.size);
-    if (!g) info_bin(m, out);
-    else info_gguf(g, out);
-    if (m->vocab.size) info_vocab(m, out);
-    if (!g) str_printf(out, "template: llama2\npre:\nsampling: none stated\n");
-    else {
-        Str unknown = {0};
-        const char *name = template_find(m, &unknown)->name;
-        if (unknown.n) name = "unknown";
-        str_printf(out, "template: %s\n", m->chat_template.n ? name : "none");
-        str_free(&unknown);
-        info_text(out, "pre", gguf_string(g, "tokenizer.ggml.pre"));
-        info_sampling(g, out);
-    }
+    return half;
 }
 
 static int cmd_info(const Options *o, const Model *m) {
     (void)o;
-    Str out = {0};
-    model_info(m, &out);
-    put_clean(&out);
-    str_free(&out);
+    Str out = {0}, stops = {0};
+    const Gguf *g = m->gguf;
+    const Vocab *v = &m->vocab;
+    int64_t size[N_SIZES] = {0};
+    bool half = m->version == 2;        // of a .bin
+    str_printf(&out, "format: %s %d\n", g ? "GGUF" : ".bin version", m->version);
+    info_text(&out, "family", g ? gguf_string(g, "general.architecture") : SPAN("llama"));
+    info_text(&out, "name", g ? gguf_string(g, "general.name") : (Span){"", 0});
+    str_printf(&out, "file_bytes: %zu\n", m->file.size);
+    if (g) half = info_gguf(g, &out, size);
+    else info_bin(m, &out, size);
+    for (int i = 0; i < N_SIZES && size[SIZE_WIDTH]; i++) // else a vocabulary alone
+        str_printf(&out, "%s: %" PRId64 "\n", info_sizes[i].name, size[i]);
+    if (size[SIZE_WIDTH])
+        str_printf(&out, "cache_bytes_per_token: %.0f\n",
+                   (half ? 4.0 : 8.0) * (double)size[SIZE_LAYERS] * (double)size[SIZE_KV_HEADS]
+                       * (double)size[SIZE_HEAD]);
+    for (int i = 0; i < v->size; i++)
+        if (v->stop[i]) str_printf(&stops, stops.n ? " %d " : "%d ", i), tok_name(v, i, &stops);
+    if (!g) str_printf(&out, "vocabulary: %d\nbos: 1\nstops: 1 <s>\n", m->config.vocab_size);
+    else if (v->size) {
+        const char *added = v->add_bos ? "" : " (not added)";
+        str_printf(&out, "vocabulary: %d\nbos: %d%s\n", v->size, v->bos, added);
+        info_text(&out, "stops", (Span){stops.p, stops.n});
+    }
+    const Template *t = g ? template_find(m->chat_template) : template_named("llama2");
+    str_printf(&out, "template: %s\n", t ? t->name : m->chat_template.n ? "unknown" : "none");
+    info_text(&out, "pre", g ? gguf_string(g, "tokenizer.ggml.pre") : (Span){"", 0});
+    str_printf(&out, "sampling:");
+    size_t none = out.n;
+    for (int i = 0; i < N_SAMPLING; i++)
+        if (!isnan(sampling_stated(g, i)))
+            str_printf(&out, " %s %g", sampling[i].key, sampling_stated(g, i));
+    str_printf(&out, out.n == none ? " none stated\n"
+                                   : " (in a chat where no sampling option is given)\n");
+    print_clean(stdout, &out);
+    str_free(&out), str_free(&stops);
     return 0;
 }
 /* ------------------------------------------------------------------------------------------------
@@ -5374,55 +5563,47 @@ static int cmd_info(const Options *o, const Model *m) {
  * is new has a long name. Numbers are read whole, an unknown option is named, and wrong usage ends
  * with status 2.
  */
-enum { OPT_FLAG, OPT_INT, OPT_FLOAT, OPT_TEXT, OPT_TEXTS };
+enum { OPT_FLAG, OPT_INT, OPT_COUNT, OPT_FLOAT, OPT_TEXT, OPT_TEXTS, OPT_WORD };
 
 /* To add an option: a field in Options (chapter 13), a row here, its use. To add a mode: a cmd_
  * function in chapter 13 and a row in modes[]. */
 typedef struct {
     char letter;                        // 0: long name only
     const char *name;
-    int kind;
+    int kind;                           // OPT_COUNT: a whole number kept as a double
     size_t at;                          // place in Options
-    const char *arg, *help;
+    const char *arg, *help;             // OPT_WORD: arg lists the words, kept as 1, 2, ...
 } Opt;
 
 #define AT(field) offsetof(Options, field)
+#define DRAW(i) (AT(sampling) + (size_t)(i) * sizeof(double))
 static const Opt opts[] = {
-    {'m', "mode", OPT_TEXT, AT(mode), "MODE",
-     "generate (default), chat, tokenize, score, bench, info"},
-    {'i', "input", OPT_TEXT, AT(input), "TEXT",
-     "prompt, first message of a chat, text to tokenize or score"},
+    {'m', "mode", OPT_TEXT, AT(mode), "MODE", "generate, chat, tokenize, score, bench, info"},
+    {'i', "input", OPT_TEXT, AT(input), "TEXT", "prompt, first message, text to tokenize or score"},
     {'f', "file", OPT_TEXT, AT(file), "FILE", "the same from a file, - is stdin"},
-    {'e', "escapes", OPT_FLAG, AT(escapes), NULL,
-     "\\n, \\t, \\xHH and friends in -i mean what they mean in C"},
-    {'n', "steps", OPT_INT, AT(steps), "N",
-     "positions, prompt included (256; 0: the whole context; chat: 0)"},
-    {'t', "temperature", OPT_FLOAT, AT(temperature), "X", "0 is greedy; default 1.0"},
-    {'p', "top-p", OPT_FLOAT, AT(top_p), "X",
-     "keep the likeliest that sum to X; 0 or 1 is off; default 0.9"},
-    {0, "top-k", OPT_INT, AT(top_k), "N", "keep the N likeliest; 0 is off"},
-    {0, "min-p", OPT_FLOAT, AT(min_p), "X",
-     "keep what has X of the best one's probability; 0 is off"},
-    {0, "repeat-penalty", OPT_FLOAT, AT(repeat_penalty), "X",
-     "weaken the last 64 tokens; 0 or 1 is off"},
+    {'e', "escapes", OPT_FLAG, AT(escapes), NULL, "in -i, \\n, \\t, \\xHH ... are C's escapes"},
+    {'n', "steps", OPT_INT, AT(steps), "N", "positions with the prompt (256; 0, chat: context)"},
+    {'t', "temperature", OPT_FLOAT, DRAW(TEMPERATURE), "X", "0 is greedy; default 1.0"},
+    {'p', "top-p", OPT_FLOAT, DRAW(TOP_P), "X", "the likeliest up to a sum of X (0.9; 0, 1: off)"},
+    {0, "top-k", OPT_COUNT, DRAW(TOP_K), "N", "keep the N likeliest; 0 here, below: off"},
+    {0, "min-p", OPT_FLOAT, DRAW(MIN_P), "X", "keep what has X of the best's probability"},
+    {0, "repeat-penalty", OPT_FLOAT, DRAW(PENALTY), "X", "weaken the last 64 tokens"},
     {'s', "seed", OPT_INT, AT(seed), "N", "of the random numbers; 0 or less: from the clock"},
     {'y', "system", OPT_TEXT, AT(system), "TEXT", "system message of a chat; \"\" is an empty one"},
-    {0, "template", OPT_TEXT, AT(template), "NAME",
-     "force a chat form: smollm2 qwen2.5 chatml llama2 plain"},
+    {0, "template", OPT_TEXT, AT(template), "NAME", "force a chat form; `list` lists them"},
+    {0, "think", OPT_WORD, AT(think), "on|off|hide", "let a chat's model think, or think unseen"},
+    {0, "date", OPT_TEXT, AT(date), "YYYY-MM-DD", "the date that a chat form tells the model"},
     {0, "show-prompt", OPT_FLAG, AT(show_prompt), NULL, "print to stderr what the model is given"},
-    {0, "stop", OPT_TEXTS, AT(stops), "TEXT",
-     "end a reply before this text; may be given several times"},
+    {0, "stop", OPT_TEXTS, AT(stops), "TEXT", "end a reply before this text; several may be given"},
     {0, "no-echo", OPT_FLAG, AT(no_echo), NULL, "do not repeat the prompt"},
-    {'z', "tokenizer", OPT_TEXT, AT(tokenizer), "FILE",
-     "vocabulary of a .bin (else STEM.tokenizer.bin or tokenizer.bin)"},
+    {'z', "tokenizer", OPT_TEXT, AT(tokenizer), "FILE", "vocabulary of a .bin (if not beside it)"},
     {0, "ids", OPT_FLAG, AT(ids), NULL, "the input is token ids; nothing is added to them"},
     {0, "no-bos", OPT_FLAG, AT(no_bos), NULL, "no BOS before the text"},
     {0, "special", OPT_FLAG, AT(special), NULL, "control tokens written in the text count"},
     {0, "pieces", OPT_FLAG, AT(pieces), NULL, "tokenize: one line a token, id and piece"},
     {0, "logits", OPT_TEXT, AT(logits), "FILE", "score: write every position's logits, float32"},
-    {'c', "context", OPT_INT, AT(context), "N",
-     "positions the cache holds (the file's context, at most 4096)"},
-    {0, "kv", OPT_TEXT, AT(kv), "TYPE", "cache in f32 or f16 (f32 where the weights are f32)"},
+    {'c', "context", OPT_INT, AT(context), "N", "positions of the cache (the file's, up to 4096)"},
+    {0, "kv", OPT_WORD, AT(kv), "f32|f16", "the cache's type (f32 where the weights are f32)"},
     {0, "threads", OPT_INT, AT(threads), "N", "default: one a core"},
     {0, "chunk", OPT_INT, AT(chunk), "N", "rows of a prompt read in one pass (128)"},
     {'q', "quiet", OPT_FLAG, AT(quiet), NULL, "nothing on stderr but errors"},
@@ -5457,16 +5638,33 @@ static void usage(FILE *f) {
 
 #define die_usage(...) (say("error: ", __VA_ARGS__), exit(2))
 
+// The word's place in a list of words between bars, from 1 on; 0 if it is none of them.
+static int word_index(const char *list, const char *word) {
+    for (int i = 1;; i++) {
+        size_t n = strcspn(list, "|");
+        if (span_is((Span){list, n}, word)) return i;
+        if (!list[n]) return 0;
+        list += n + 1;
+    }
+}
+
 static void opt_set(Options *o, const Opt *opt, const char *value) {
-    char *field = (char *)o + opt->at, *end;
+    char *field = (char *)o + opt->at, *end = NULL;
+    int64_t whole = 0;
     errno = 0;
-    if (opt->kind == OPT_FLAG) *(bool *)field = true;
-    else if (opt->kind == OPT_TEXT) *(const char **)field = value;
-    else if (opt->kind == OPT_TEXTS) o->stops[o->n_stops++] = (Span){value, strlen(value)};
-    else if (opt->kind == OPT_INT) {
-        *(int64_t *)field = strtoll(value, &end, 10);
+    if (opt->kind == OPT_INT || opt->kind == OPT_COUNT) {
+        whole = strtoll(value, &end, 10);
         if (end == value || *end || errno)
             die_usage("--%s: `%s` is not a whole number", opt->name, value);
+    }
+    if (opt->kind == OPT_FLAG) *(bool *)field = true;
+    else if (opt->kind == OPT_INT) *(int64_t *)field = whole;
+    else if (opt->kind == OPT_COUNT) *(double *)field = (double)MAX(whole, 0);
+    else if (opt->kind == OPT_TEXT) *(const char **)field = value;
+    else if (opt->kind == OPT_TEXTS) o->stops[o->n_stops++] = (Span){value, strlen(value)};
+    else if (opt->kind == OPT_WORD) {
+        *(int *)field = word_index(opt->arg, value);
+        if (!*(int *)field) die_usage("--%s: `%s`, expected %s", opt->name, value, opt->arg);
     } else {
         *(double *)field = strtod(value, &end);
         if (end == value || *end || !isfinite(*(double *)field))
@@ -5494,20 +5692,35 @@ static void opts_parse(Options *o, int argc, char **argv) {
     }
 }
 
-static void stdout_check(void) { // what was printed must have arrived
-    if (fflush(stdout) || ferror(stdout)) die("cannot write: %s", strerror(errno));
+// What can be wrong with values that are numbers and words.
+static void opts_check(Options *o) {
+    struct tm date;
+    Str names = {0};
+    for (int i = 0; i < COUNT(templates); i++) str_printf(&names, " %s", templates[i].name);
+    if (o->template && !template_named(o->template))
+        die_usage("--template: `%s`, expected one of%s", o->template, names.p);
+    str_free(&names);
+    if (o->date && !date_parse(o->date, &date))
+        die_usage("--date: `%s`, expected a day as YYYY-MM-DD", o->date);
+    if (o->context != UNSET && o->context < 1)
+        die_usage("--context: %" PRId64 ", expected 1 or more", o->context);
+    if (o->input && o->file) die_usage("both -i and -f are given: one input at a time");
+    double *temperature = &o->sampling[TEMPERATURE], *top_p = &o->sampling[TOP_P];
+    if (*temperature < 0) *temperature = 0;
+    if (*top_p < 0 || *top_p > 1) *top_p = sampling[TOP_P].usual; // as llama2.c
+    for (int k = 0; k < COUNT(opts); k++) // the options of sampling by their place
+        for (int i = 0; i < N_SAMPLING; i++)
+            if (opts[k].at == DRAW(i) && !isnan(o->sampling[i])
+                && !sampling_fits(i, o->sampling[i]))
+                die_usage("--%s: %g, expected 0%s to %g", opts[k].name, o->sampling[i],
+                          i == PENALTY ? ", or 0.01" : "", sampling[i].most);
 }
 
 static int run(int argc, char **argv) {
     Options o = {
         .mode = "generate",
-        .temperature = 1.0,
-        .top_p = 0.9,
-        .seed = 0,
-        .steps = UNSET,
-        .threads = UNSET,
-        .chunk = UNSET,
-        .context = UNSET,
+        .sampling = {NAN, NAN, NAN, NAN, NAN},
+        .steps = UNSET, .threads = UNSET, .chunk = UNSET, .context = UNSET,
         .stops = xalloc((size_t)argc, sizeof(Span)),
     };
     opts_parse(&o, argc, argv);
@@ -5516,30 +5729,19 @@ static int run(int argc, char **argv) {
     if (o.help) usage(stdout);
     else if (o.version) fprintf(stdout, "run.c %s\n", VERSION);
     else if (!o.model) usage(stderr);
-    stdout_check();
+    out_flush();
     if (o.help || o.version || !o.model) return o.help || o.version ? 0 : 2;
     if (mode == COUNT(modes))
         die_usage("--mode: `%s`, expected generate, chat, tokenize, score, bench or info", o.mode);
-    if (o.kv && strcmp(o.kv, "f32") && strcmp(o.kv, "f16"))
-        die_usage("--kv: `%s`, expected f32 or f16", o.kv);
-    if (o.context != UNSET && o.context < 1)
-        die_usage("--context: %" PRId64 ", expected 1 or more", o.context);
-    if (o.template && !template_named(o.template))
-        die_usage("--template: `%s`, which is not known", o.template);
-    if (o.input && o.file) die_usage("both -i and -f are given: one input at a time");
-    if (o.temperature > 1e6) die_usage("--temperature: %g, expected 0 to 1000000", o.temperature);
-    if (o.min_p < 0 || o.min_p > 1) die_usage("--min-p: %g, expected 0 to 1", o.min_p);
-    if (o.repeat_penalty && !(o.repeat_penalty >= 0.01 && o.repeat_penalty <= 100))
-        die_usage("--repeat-penalty: %g, expected 0, or 0.01 to 100", o.repeat_penalty);
-    if (o.top_p < 0 || o.top_p > 1) o.top_p = 0.9;          // as llama2.c
+    opts_check(&o);
     signal(SIGPIPE, SIG_IGN);
     interrupt_arm();
     Model m = {0};
     model_open(&m, file_map(o.model), o.tokenizer, modes[mode].need);
     if (o.tokenizer && m.gguf && !o.quiet) warn_line("-z: a GGUF brings its own vocabulary");
-    if (m.warnings.n && !o.quiet) warn_lines(&m.warnings);
+    if (!o.quiet) warn_lines(&m.warnings);
     int status = modes[mode].run(&o, &m);
-    stdout_check();
+    out_flush();
     model_close(&m), free(o.stops);
     return status;
 }

@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
 """export.py's round trips: a small random Llama in Hugging Face form goes through every kind of output, and
-./run must give the same logits from all of them. Needs numpy, safetensors, gguf; run by tests/export.sh."""
-import json, pathlib, subprocess, sys, tempfile
+./run must give the same logits from all of them. A small random checkpoint of each other family must give the
+tensors that llama.cpp's converter makes of it (their digest stands here) and the keys beside it, and run.
+Needs numpy, safetensors, gguf; run by tests/export.sh."""
+import hashlib, json, pathlib, subprocess, sys, tempfile
 import numpy as np
 from safetensors.numpy import save_file
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import export as exporter
 RUN = str(ROOT / "run")
 DIM, HIDDEN, LAYERS, HEADS, KV, CONTEXT = 64, 96, 2, 4, 2, 64
 WORDS = ["\u2581", "a", "b", "c", "ab", "\u2581a", "\u2581ab", "abc"]
@@ -43,6 +47,10 @@ def checkpoint(folder, tied, shards):
         "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV, "vocab_size": VOCAB,
         "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": tied,
         "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32", "hidden_act": "silu"}))
+    tokenizer(folder)
+
+
+def tokenizer(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}))
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{b:02X}>": 3 + b for b in range(256)}
     vocab |= {w: 259 + i for i, w in enumerate(WORDS)}
@@ -60,9 +68,8 @@ def checkpoint(folder, tied, shards):
 
 
 def export(out, *options):
-    done = subprocess.run([sys.executable, str(ROOT / "export.py"), str(out), *options], stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        sys.exit(f"export.py {out.name}: {done.stderr}")
+    if exporter.main([str(out), *map(str, options), "--quiet"]):
+        sys.exit(f"export.py {out.name} failed")
 
 
 def logits(model):
@@ -76,8 +83,239 @@ def tokens(model, text):
     return subprocess.run([RUN, str(model), "-m", "tokenize", "-i", text], check=True, capture_output=True, text=True).stdout.strip()
 
 
+# What each family's layers hold: Hugging Face names, with dimensions of SIZES.
+SIZES = {"E": 32, "F": 64, "Q": 64, "K": 32, "D": 16, "H": 4, "N": 4, "X": 32, "S": 64, "1": 1,
+         "QKV": 128, "2F": 128, "2X": 64}
+NORMS = "input_layernorm E, post_attention_layernorm E, "
+POST = "post_attention_layernorm E, post_feedforward_layernorm E, "
+ATT = "self_attn.q_proj Q E, self_attn.k_proj K E, self_attn.v_proj K E, self_attn.o_proj E Q, "
+BIAS = "self_attn.q_proj.bias Q, self_attn.k_proj.bias K, self_attn.v_proj.bias K, "
+HEAD_NORMS, WIDE = ("self_attn.q_norm D, self_attn.k_norm D, ", "self_attn.q_norm Q, self_attn.k_norm K, ")
+MLP = "mlp.gate_proj F E, mlp.up_proj F E, mlp.down_proj E F, "
+MOE = "mlp.gate N E, " + "".join(
+    f"mlp.experts.{e}.gate_proj X E, mlp.experts.{e}.up_proj X E, mlp.experts.{e}.down_proj E X, " for e in range(4))
+MIXTRAL = MOE.replace("mlp", "block_sparse_moe").replace("gate_proj", "w1").replace("up_proj", "w3").replace("down_proj", "w2")
+GRANITE = "block_sparse_moe.router.layer N E, block_sparse_moe.input_linear N 2X E, block_sparse_moe.output_linear N E X, "
+GPT_OSS = ("self_attn.o_proj.bias E, self_attn.sinks. H, mlp.router N E, mlp.router.bias N, "
+           "mlp.experts.gate_up_proj_bias. N 2X, mlp.experts.down_proj_bias. N E, ")
+FLOATS = "mlp.experts.gate_up_proj. N E 2X, mlp.experts.down_proj. N X E, "
+NIBBLES = ("mlp.experts.gate_up_proj_blocks. N 2X 1 D, mlp.experts.gate_up_proj_scales. N 2X 1, "
+           "mlp.experts.down_proj_blocks. N E 1 D, mlp.experts.down_proj_scales. N E 1, ")
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 64,
+        "short_factor": [1 + i / 8 for i in range(6)], "long_factor": [2 + i for i in range(6)]}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192, "rope_theta": 500000.0}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# name: class, model_type, layer, settings, keys of the GGUF, digest of the converter's tensors (f16)
+FAMILIES = {
+    "llama3": ("LlamaForCausalLM", "llama", NORMS + ATT + MLP, {"rope_parameters": LLAMA3},
+               {"rope.freq_base": 5e5, "rope.scaling.type": None}, "777f8f8e56add87b"),
+    "mistral": ("MistralForCausalLM", "mistral", NORMS + ATT + MLP, {"sliding_window": 8},
+                {"attention.sliding_window": 8, "attention.sliding_window_pattern": None}, "e795f567fe9653d8"),
+    "mixtral": ("MixtralForCausalLM", "mixtral", NORMS + ATT + MIXTRAL, {**EXPERTS, "intermediate_size": 32},
+                {"expert_count": 4, "expert_used_count": 2, "attention.sliding_window": None}, "fbc0f4455fe1a47c"),
+    "ministral3": ("Ministral3ForCausalLM", "ministral3", NORMS + ATT + MLP, {"rope_parameters": {
+        **YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}},
+        {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.1, "rope.scaling.type": "yarn"}, "9fb117e4dd397a71"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2", NORMS + ATT + BIAS + MLP, {
+        "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        {"attention.sliding_window": 8, "attention.sliding_window_pattern": [False, True]}, "8a8fa6c1fedb7ba1"),
+    "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe", NORMS + ATT + BIAS + MOE + MLP.replace("mlp.", "mlp.shared_expert.").replace(
+        "F", "S") + "mlp.shared_expert_gate 1 E, ", {**EXPERTS, "norm_topk_prob": True, "shared_expert_intermediate_size": 64},
+        {"expert_weights_norm": True, "expert_shared_feed_forward_length": 64, "expert_feed_forward_length": 32}, "0a487649e1b6c98d"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3", NORMS + ATT + HEAD_NORMS + MLP, {"rope_parameters": {
+        **YARN, "attention_factor": 1.25, "beta_fast": 8.0}}, {"rope.scaling.yarn_attn_factor": 1.25,
+        "rope.scaling.yarn_beta_fast": 8.0, "rope.scaling.original_context_length": 64, "attention.sliding_window": None}, "b8b27ee77c36e7fa"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe", NORMS + ATT + HEAD_NORMS + MOE, {**EXPERTS, "norm_topk_prob": True},
+                 {"expert_weights_norm": None, "expert_feed_forward_length": 32}, "8d55a16b8fe7d681"),
+    "gemma": ("GemmaForCausalLM", "gemma", NORMS + ATT + MLP, {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
+              {"attention.key_length": 16, "attention.scale": None}, "a0c25bfb99fc36da"),
+    "gemma2": ("Gemma2ForCausalLM", "gemma2", NORMS + "pre_feedforward_layernorm E, post_feedforward_layernorm E, " + ATT + MLP, {
+        "tie_word_embeddings": True, "hidden_act": None, "sliding_window": 8, "query_pre_attn_scalar": 64},
+        {"attention.scale": 0.125, "attn_logit_softcapping": 50.0, "attention.sliding_window_pattern": None}, "62fd2e806e940890"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text", NORMS + "pre_feedforward_layernorm E, post_feedforward_layernorm E, " + ATT
+               + HEAD_NORMS + MLP, {"tie_word_embeddings": True, "hidden_act": None, "sliding_window": 8, "query_pre_attn_scalar": 16,
+               "layer_types": ["full_attention", "sliding_attention"], "rope_parameters": {
+                   "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                   "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}}},
+               {"rope.freq_base": 1e6, "rope.freq_base_swa": 2e4, "rope.scaling.factor": 8.0, "attention.scale": None,
+                "attention.sliding_window_pattern": [False, True]}, "6839f851740da8b7"),
+    "phi3": ("Phi3ForCausalLM", "phi3", NORMS + "self_attn.qkv_proj QKV E, self_attn.o_proj E Q, mlp.gate_up_proj 2F E, mlp.down_proj E F, ",
+             {"hidden_size": 64, "rope_parameters": LONG, "original_max_position_embeddings": 64},
+             {"rope.dimension_count": 12, "rope.scaling.attn_factor": 1.154700, "attention.sliding_window": 0}, "a4d37cb739279e3e"),
+    "olmo2": ("Olmo2ForCausalLM", "olmo2", POST + ATT + WIDE + MLP, {}, {"attention.sliding_window": None}, "6d420adbe0eb7d8d"),
+    "olmo3": ("Olmo3ForCausalLM", "olmo3", POST + ATT + WIDE + MLP, {"sliding_window": 8},
+              {"rope.freq_base": 5e5, "attention.sliding_window": 8, "attention.sliding_window_pattern": [True, True]}, "6d420adbe0eb7d8d"),
+    "granite": ("GraniteForCausalLM", "granite", NORMS + ATT + MLP, {
+        "embedding_multiplier": 12, "logits_scaling": 8, "residual_multiplier": 0.25, "attention_multiplier": 0.0625},
+        {"embedding_scale": 12.0, "logit_scale": 8.0, "residual_scale": 0.25, "attention.scale": 0.0625}, "e795f567fe9653d8"),
+    "granitemoe": ("GraniteMoeForCausalLM", "granitemoe", NORMS + ATT + GRANITE, {**EXPERTS, "intermediate_size": 32},
+                   {"attention.scale": 1.0, "feed_forward_length": 32}, "7175aae88deec944"),
+    "smollm3": ("SmolLM3ForCausalLM", "smollm3", NORMS + ATT + MLP, {}, {"rope.freq_base": 2e6}, "e795f567fe9653d8"),
+    "gptoss": ("GptOssForCausalLM", "gpt_oss", NORMS + ATT + BIAS + GPT_OSS + FLOATS, {
+        **EXPERTS, "intermediate_size": 32, "sliding_window": 8, "rope_parameters": {**YARN, "truncate": False}},
+        {"attention.sliding_window": 8, "expert_feed_forward_length": 32, "rope.scaling.factor": 4.0}, "f0315881a92ce444"),
+    "gptoss4": ("GptOssForCausalLM", "gpt_oss", NORMS + ATT + BIAS + GPT_OSS + NIBBLES, {
+        **EXPERTS, "intermediate_size": 32, "sliding_window": 8, "rope_parameters": {**YARN, "truncate": False},
+        "quantization_config": {"quant_method": "mxfp4"}}, {}, "7c6473115575f65b"),
+}
+
+
+def family(folder, name):
+    """Write a checkpoint of a family; returns its tensors and config."""
+    hf_class, kind, layer, settings, _, _ = FAMILIES[name]
+    rng, sizes = np.random.default_rng(len(name)), {**SIZES, "E": settings.get("hidden_size", 32)}
+
+    def tensor(full, dims):
+        if full.endswith("blocks"):
+            return rng.integers(0, 256, dims, dtype=np.uint8)
+        if full.endswith("scales"):
+            return rng.integers(120, 125, dims, dtype=np.uint8)
+        x = rng.standard_normal(dims) / (1 if len(dims) == 1 else np.sqrt(dims[-1]))
+        return (x + ("norm" in full and "gemma" not in name) * 3).astype(np.float32 if "gemma" in name else np.float16)
+
+    config = {
+        "architectures": [hf_class], "model_type": kind, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB, "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "float16", "bos_token_id": 1,
+        "eos_token_id": [2, 5], **settings}
+    rows = f"embed_tokens V E, norm E, lm_head{'?' * config['tie_word_embeddings']} V E, "
+    rows += "".join(f"layers.{i}.{row}, " for i in range(2) for row in layer.split(", ") if row)
+    t = {}
+    for row in filter(None, rows.split(", ")):
+        full, *dims = row.split()
+        full = full.rstrip(".") if full.endswith((".", ".bias")) else full + ".weight"
+        if "?" not in full:
+            t["model." * (full != "lm_head.weight") + full] = tensor(full, [sizes.get(d, VOCAB) for d in dims])
+    save_file(t, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return t, config
+
+
+def read(path):
+    """Keys and tensors of a GGUF, and a digest of the tensors but for the rotation's divisors."""
+    from gguf import GGUFReader
+    reader, digest = GGUFReader(path), hashlib.sha256()
+    for t in sorted(reader.tensors, key=lambda t: t.name):
+        if not t.name.startswith("rope_"):
+            digest.update(f"{t.name} {t.shape.tolist()} {t.tensor_type.name} ".encode() + t.data.tobytes())
+    return ({k: f.contents() for k, f in reader.fields.items()}, {t.name: t for t in reader.tensors}, digest.hexdigest()[:16])
+
+
+def same(found, wanted):
+    return found == wanted or isinstance(wanted, float) and found is not None and abs(found / wanted - 1) < 1e-4
+
+
+def old_spelling(config):
+    """The same settings as before transformers 5."""
+    c = {k: v for k, v in config.items() if k != "rope_parameters"}
+    rope = config.get("rope_parameters", {})
+    if "full_attention" in rope:
+        c["rope_local_base_freq"], rope = rope["sliding_attention"]["rope_theta"], rope["full_attention"]
+    c |= {k: v for k, v in rope.items() if k in ("rope_theta", "partial_rotary_factor")}
+    scaling = {k: v for k, v in rope.items() if k not in c}
+    return {**c, "rope_scaling": {**scaling, "type": scaling.pop("rope_type").replace("longrope", "su")} if scaling else None}
+
+
+def families(check):
+    for name, (_, _, _, _, keys, digest) in FAMILIES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            folder = pathlib.Path(folder)
+            t, config = family(folder, name)
+            export(folder / "a.gguf", "--hf", folder, "--type", "f16", "--name", "x")
+            fields, tensors, found = read(folder / "a.gguf")
+            arch = fields["general.architecture"]
+            wrong = [f"{k} {fields.get(f'{arch}.{k}')}" for k, v in keys.items() if not same(fields.get(f"{arch}.{k}"), v)]
+            if found != digest:
+                wrong.append("tensors differ: " + found)
+            if name == "llama3":    # llama.cpp's divisors for Llama 3.1, of every 8th pair of its head
+                got = tensors["rope_freqs.weight"].data.tolist()
+                if not all(map(same, got, [1.0, 1.0, 1.0, 1.0, 2.694530, 8.0, 8.0, 8.0])):
+                    wrong.append(f"rope_freqs {got}")
+            (folder / "config.json").write_text(json.dumps(old_spelling(config)))
+            export(folder / "old.gguf", "--hf", folder, "--type", "f16", "--name", "x")
+            if (folder / "a.gguf").read_bytes() != (folder / "old.gguf").read_bytes():
+                wrong.append("the older spelling of config.json gives another file")
+            ran = subprocess.run([RUN, folder / "a.gguf", "-m", "score", "--ids", "-i", IDS, "--logits", folder / "logits"],
+                                 capture_output=True, text=True)
+            if "weight type 39, which is not known" in ran.stderr:
+                print("skip: ./run does not know MXFP4")
+            elif ran.returncode or ran.stderr.count("warning") or not np.isfinite(np.fromfile(folder / "logits", np.float32)).all():
+                wrong.append(f"./run: {ran.stderr.strip()}")
+            check(not wrong, f"{name}: {', '.join(wrong) or f'{len(tensors)} tensors, {len(keys)} keys'}")
+            if name == "gptoss4":   # decoded, each value is a sign and one of eight numbers, times 2^(e - 127)
+                export(folder / "f32.gguf", "--hf", folder, "--type", "f32")
+                b, e = (t[f"model.layers.1.mlp.experts.gate_up_proj_{k}"] for k in ("blocks", "scales"))
+                values = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, 0, -.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+                plain = values[np.stack([b % 16, b // 16], -1)].reshape(4, 64, 32) * np.exp2(e.astype(np.float32) - 127)
+                up = read(folder / "f32.gguf")[1]["blk.1.ffn_up_exps.weight"].data
+                check(np.array_equal(up, plain[:, 1::2]), "gptoss4: as floats, every second row is the up projection's")
+
+
+def refusals(check):
+    for name, edit, words in (
+            ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers"), ("gptoss", {"swiglu_limit": 5.0}, "swiglu_limit"),
+            ("mistral", {"architectures": ["FooForCausalLM"]}, "FooForCausalLM is not supported, known are LlamaForCausalLM"),
+            ("qwen3moe", {"mlp_only_layers": [1]}, "mlp_only_layers"), ("mixtral", {"num_local_experts": 5}, "missing"),
+            ("qwen3", {"rope_parameters": {**YARN, "truncate": False}}, "truncate"), ("qwen2", {"hidden_act": "gelu"}, "gelu"),
+            ("granite", {"rope_parameters": LONG}, "longrope"), ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "chunked"),
+            ("qwen2", {"quantization_config": {"quant_method": "bitnet"}}, "bitnet")):
+        with tempfile.TemporaryDirectory() as folder:
+            folder = pathlib.Path(folder)
+            _, config = family(folder, name)
+            (folder / "config.json").write_text(json.dumps({**config, **edit}))
+            done = subprocess.run([sys.executable, str(ROOT / "export.py"), folder / "a.gguf", "--hf", folder],
+                                  stderr=subprocess.PIPE, text=True)
+            ok = done.returncode == 1 and words in done.stderr and done.stderr.count("\n") == 1 and not (folder / "a.gguf").exists()
+            check(ok, f"{name} refused: {done.stderr.strip()[:100]}")
+
+
+def vocabularies(check):
+    """tokenizer.json as families have it: the splitting rule by its expression, types of added tokens, ends of text."""
+    l3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    byte = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    split = lambda rule: [{"type": "Split", "pattern": {"Regex": rule}, "behavior": "Isolated", "invert": False}, byte]
+    digits = [{"type": "Digits", "individual_digits": True}, {**byte, "use_regex": True}]
+    bytes_ = {f"<0x{b:02X}>": 10 + b for b in range(256)}
+    for name, before, model, wanted in (
+            ("Llama 3", split(l3), {"ignore_merges": True}, {"model": "gpt2", "pre": "llama-bpe"}),
+            ("OLMo 2", split(l3), {}, {"model": "gpt2", "pre": "dbrx", "add_bos_token": False}),
+            ("Qwen 2", split(l3.replace("{1,3}", "")), {}, {"pre": "qwen2", "add_space_prefix": False}),
+            ("Granite", digits, {}, {"pre": "smollm"}),
+            ("Gemma", [], {"byte_fallback": True, "vocab": bytes_}, {"model": "llama", "add_space_prefix": False}),
+            ("another rule", split("a+"), {}, None)):
+        with tempfile.TemporaryDirectory() as folder:
+            folder = pathlib.Path(folder)
+            added = [{"id": 2, "content": "<|end|>", "special": True}, {"id": 3, "content": "<think>", "special": False},
+                     {"id": 4, "content": "<|user|>", "special": False}]
+            (folder / "tokenizer.json").write_text(json.dumps({
+                "added_tokens": added, "normalizer": None, "pre_tokenizer": {"type": "Sequence", "pretokenizers": before},
+                "model": {"type": "BPE", "merges": ["a b"], **model, "vocab": {"a": 0, "b": 1, "ab": 5, **model.get("vocab", {})}}}))
+            (folder / "config.json").write_text(json.dumps({"eos_token_id": 1}))
+            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 1], "temperature": 0.6, "top_k": 20}))
+            (folder / "chat_template.jinja").write_text("{{ x }}")
+            done = subprocess.run([sys.executable, str(ROOT / "export.py"), folder / "a.gguf", "--hf", folder, "--vocab-only"],
+                                  stderr=subprocess.PIPE, text=True)
+            if wanted is None:
+                check(done.returncode == 1 and "--pre" in done.stderr, f"tokenizer with {name}: {done.stderr.strip()[-60:]}")
+                continue
+            fields = read(folder / "a.gguf")[0]
+            got = {k: fields.get("tokenizer.ggml." + k) for k in wanted}
+            rest = [fields["tokenizer.ggml.token_type"][:6], fields["tokenizer.ggml.eos_token_id"], fields["tokenizer.ggml.eot_token_id"],
+                    fields["general.sampling.top_k"], fields["tokenizer.chat_template"]]
+            check(got == wanted and rest == [[1, 1, 3, 4, 3, 1], 1, 2, 20, "{{ x }}"], f"tokenizer of {name}: {got} {rest}")
+
+
 def main():
     passed = failed = 0
+
+    def check(ok, what):
+        nonlocal passed, failed
+        passed, failed = passed + bool(ok), failed + (not ok)
+        print(f"{'ok    ' if ok else 'FAILED'} {what}")
+
     for tied, shards in (True, 1), (False, 3):
         with tempfile.TemporaryDirectory() as name:
             folder = pathlib.Path(name)
@@ -93,15 +331,16 @@ def main():
             for kind, options, limit in kinds:
                 export(folder / kind, "--hf", name, *options)
                 off = float(np.abs(logits(folder / kind) - truth).max() / truth.std())
-                same = tokens(folder / kind, "ab abc \u00e9") == tokens(folder / "f32.gguf", "ab abc \u00e9")
-                ok = off <= limit and same
-                passed, failed = passed + ok, failed + (not ok)
-                print(f"{'ok    ' if ok else 'FAILED'} tied {tied}, {shards} files, {kind}: logits off by {off:.1e}, ids {'equal' if same else 'DIFFER'}")
+                equal = tokens(folder / kind, "ab abc \u00e9") == tokens(folder / "f32.gguf", "ab abc \u00e9")
+                check(off <= limit and equal, f"tied {tied}, {shards} files, {kind}: logits off by {off:.1e}, ids "
+                      + ("equal" if equal else "DIFFER"))
             export(folder / "vocab.gguf", "--hf", name, "--vocab-only")
             export(folder / "tok.bin", "--tokenizer", str(folder / "vocab.gguf"))
-            ok = (folder / "tok.bin").read_bytes() == (folder / "v0.tokenizer.bin").read_bytes()
-            passed, failed = passed + ok, failed + (not ok)
-            print(f"{'ok    ' if ok else 'FAILED'} tokenizer.bin from the checkpoint and from its GGUF vocabulary")
+            check((folder / "tok.bin").read_bytes() == (folder / "v0.tokenizer.bin").read_bytes(),
+                  "tokenizer.bin from the checkpoint and from its GGUF vocabulary")
+    families(check)
+    refusals(check)
+    vocabularies(check)
     print(f"{passed} passed, {failed} failed")
     return failed != 0
 

@@ -3,7 +3,7 @@
 
     python tests/make.py [PART ...] [--check] [--llama2c DIR] [--llamacpp DIR] [--story FILE] [--spm FILE]
 
-Parts, all of them by default: models families split quants kquant bins blocks bpe tokens templates parity real
+Parts, all of them by default: models families split quants kquant bins blocks bpe tokens parity real
 --check      test what is there instead of writing: a float64 forward pass over each exported file,
              written independently of the program, must give the reference; the text files must come
              out the same again (kinds that need a missing folder are skipped, said so)
@@ -13,10 +13,10 @@ Parts, all of them by default: models families split quants kquant bins blocks b
 --story      the story model as .bin, its .tokenizer.bin beside it (models/story.bin)
 --spm        tokenizer.model of the story model (else rebuilt from models/story.gguf)
 
-`real` needs the files of models/real (sh models/fetch.sh smollm2|gemma3|coder05), `templates` the first of them.
+`real` needs the files of models/real (sh models/fetch.sh smollm2|gemma3|coder05); templates.txt is made by templates.py.
 
 Pinned: torch 2.13.0 (CPU), transformers 5.24.0, tokenizers 0.23.3, sentencepiece 0.2.3, gguf 0.19.0,
-safetensors 0.8.0, numpy 2.4.6, jinja2 3.1.6, accelerate 1.15.0.
+safetensors 0.8.0, numpy 2.4.6, accelerate 1.15.0.
 
 The formats
   NAME.ref       line 1 `runc-ref N V E L R`: positions, vocabulary, width, layers, residual rows; line
@@ -30,8 +30,6 @@ The formats
                  normalises this text to NFC and that changes it, u U+2581 stands in the text, which
                  SentencePiece takes for a space; a line without letters decodes to its text again.
                  Empty text: `.`
-  templates.txt  `NAME SYSTEM USER [ASSISTANT USER ...] = RENDERED`, texts in hex; SYSTEM - is none, `.`
-                 is the empty text; the generation prompt is on
   parity.txt     `KIND T P S N PROMPT OUT`: llama2.c's options -t -p -s -n, prompt and stdout in hex (prompt
                  . is none), for models/story.bin turned into a version 0 file (w = q * scale); KIND any:
                  the text does not hang on the last digits, story.bin itself must give it; f32: it may not
@@ -44,7 +42,7 @@ import argparse, os, pathlib, random, shutil, struct, subprocess, sys, tempfile,
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
 PINNED = dict(torch="2.13.0", transformers="5.24.0", tokenizers="0.23.3", sentencepiece="0.2.3",
-              gguf="0.19.0", safetensors="0.8.0", numpy="2.4.6", jinja2="3.1.6", accelerate="1.15.0")
+              gguf="0.19.0", safetensors="0.8.0", numpy="2.4.6", accelerate="1.15.0")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
@@ -809,57 +807,6 @@ def make_tokens(_temp):
 
 
 # ------------------------------------------------------------------------------------------------
-# Chat templates, rendered as transformers does
-
-LLAMA2 = """{% set first = messages[0] %}
-{% set system = first['content'] if first['role'] == 'system' else none %}
-{% for m in (messages[1:] if system is not none else messages) %}
-{% set text = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' + m['content'] if loop.first and system is not none else m['content'] %}
-{{- bos_token + '[INST] ' + text.strip() + ' [/INST]' if m['role'] == 'user' else ' ' + text.strip() + ' ' + eos_token -}}
-{% endfor %}"""
-QWEN25 = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-
-
-def render(template, messages, **more):
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    env.globals["raise_exception"] = lambda text: (_ for _ in ()).throw(ValueError(text))
-    return env.from_string(template).render(messages=messages, add_generation_prompt=True, **more)
-
-
-def make_templates(_temp):
-    cases = [["Hi"], ["What is the sea?"], ["  spaces around\t\n"], ["two\nlines\n"], [""], ["Grüße, 世界 😀"], ["[INST] not a tag </s> <|im_end|>"],
-             ["Q1", "A1", "Q2"], [" Q1 ", " A1\n", "\nQ2 "], ["Q1", "", "Q2"], ["One.", "Two.", "Three.", "Four.", "Five."],
-             [" a", "b ", " c ", "\n\nd\n\n", "\te"], ["line\r\nend", "ok\r\n", "x"]]
-    systems = [None, "", "Be brief.", "  You are a\nlighthouse.  \n"]
-    templates = {"llama2": (LLAMA2, None), "chatml": (CHATML, None), "qwen2.5": (CHATML, QWEN25)}
-    lines = []
-    path = ROOT / "models" / "real" / "smollm2.gguf"
-    old = HERE / "templates.txt"
-    if path.exists():
-        from real import gguf_fields
-        templates["smollm2"] = (gguf_fields(path)["tokenizer.chat_template"], None)
-    else:
-        say("  smollm2: no models/real/smollm2.gguf: its lines are kept as they are")
-        lines = [l for l in (old.read_text().splitlines(True) if old.exists() else []) if l.startswith("smollm2 ")]
-    code = lambda text: "-" if text is None else text.encode().hex() or "."
-    for name, (template, default) in templates.items():
-        for system in systems:
-            for turns in cases:
-                shown = default if system is None else system
-                messages = [dict(role="system", content=shown)] if shown is not None else []
-                messages += [dict(role="user" if i % 2 == 0 else "assistant", content=t) for i, t in enumerate(turns)]
-                out = render(template, messages, bos_token="<s>", eos_token="</s>")
-                lines.append(" ".join([name, code(system), *map(code, turns), "=", code(out)]) + "\n")
-    known = "".join(render(LLAMA2, [dict(role=r, content=c) for r, c in m], bos_token="<s>", eos_token="</s>") + "|" for m in (
-        [("user", "Q1")], [("system", "SYS"), ("user", "Q1")], [("system", "SYS"), ("user", "Q1"), ("assistant", "A1"), ("user", "Q2")]))
-    check(known == "<s>[INST] Q1 [/INST]|<s>[INST] <<SYS>>\nSYS\n<</SYS>>\n\nQ1 [/INST]|"
-          "<s>[INST] <<SYS>>\nSYS\n<</SYS>>\n\nQ1 [/INST] A1 </s><s>[INST] Q2 [/INST]|", "llama2: the published renderings")
-    lines.sort()
-    write_text("templates.txt", "".join(lines))
-
-
-# ------------------------------------------------------------------------------------------------
 # llama2.c's own text
 
 PROMPTS = ["", "Once upon a time", "One day, a little girl named Lily", "Tom had a red ball.", "The dog said", "It was a cold, dark night and",
@@ -917,8 +864,7 @@ def make_real(_temp):
 
 
 PARTS = dict(models=make_models, families=make_families, split=make_split, quants=make_quants, kquant=make_kquant,
-             bins=make_bins, blocks=make_blocks, bpe=make_bpe, tokens=make_tokens, templates=make_templates,
-             parity=make_parity, real=make_real)
+             bins=make_bins, blocks=make_blocks, bpe=make_bpe, tokens=make_tokens, parity=make_parity, real=make_real)
 
 
 def main():

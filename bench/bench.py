@@ -1,0 +1,195 @@
+#!/usr/bin/env python3
+"""bench.py: how fast is run.c here, beside its peers? Every round runs each program once, so that all meet the same machine.
+
+    python3 bench/bench.py models/real/smollm2.gguf
+    python3 bench/bench.py --llama-bench PATH/llama-bench --llama2c PATH/llama2.c *.gguf *.bin --out bench/mymachine.csv
+    python3 bench/bench.py --plot bench/mymachine.csv        (needs matplotlib; writes bench/mymachine.svg)
+
+The peers are optional: llama.cpp by its llama-bench, or by the Python package llama-cpp-python where that is installed;
+llama2.c by a folder in which `make runomp` was done. Measured are a prompt of 512 tokens and 64 tokens decoded at depths 0, 512
+and 4,096 as the model's context allows; llama2.c decodes 256 tokens. Written are medians, extremes, the ratio of medians, and
+GB/s beside what plain read loops reach (bench/roof.c). Close other programs first: they cost more than any kernel gains.
+"""
+import argparse, csv, datetime, os, pathlib, platform, re, shutil, statistics, subprocess, sys, tempfile, time
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent
+FIELDS = ("date machine model types program phase tokens depth threads median low high gb_per_s roof_gb_per_s rounds "
+          "ratio").split()
+
+
+def output(command, **options):
+    """stdout of a command, or None with a note on stderr."""
+    try:
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=900, **options)
+    except (OSError, subprocess.TimeoutExpired) as why:
+        print(f"bench.py: {command[0]}: {why}", file=sys.stderr)
+        return None
+    if done.returncode:
+        print(f"bench.py: {command[0]}: status {done.returncode}: {done.stderr.strip()[-300:]}", file=sys.stderr)
+        return None
+    return done.stdout + done.stderr if options.get("cwd") else done.stdout
+
+
+def machine():
+    try:
+        names = re.findall(r"model name\s*:\s*(.*)", open("/proc/cpuinfo").read())
+    except OSError:
+        names = []
+    return f"{os.cpu_count()} x {names[0] if names else platform.processor() or platform.machine()}"
+
+
+def roof(threads):
+    """The better of two read loops in GB/s, or None without a compiler."""
+    with tempfile.TemporaryDirectory() as temp:
+        program = pathlib.Path(temp) / "roof"
+        if output([os.environ.get("CC", "cc"), "-O3", "-march=native", "-fopenmp", HERE / "roof.c", "-o", program]) is None:
+            return None
+        text = output([program, threads]) or ""
+    return max(map(float, re.findall(r"GB/s ([\d.]+)", text)), default=None)
+
+
+# Each of these yields (phase, tokens, depth, tokens/s, GB/s or None).
+def run_c(args, model):
+    text = output([args.run, model, "-m", "bench", "--threads", args.threads, "-q"]) or ""
+    for row in csv.DictReader(text.splitlines()):
+        yield row["phase"], int(row["tokens"]), int(row["depth"]), float(row["tokens_per_s"]), float(row["gb_per_s"])
+
+
+def llama_bench(args, model, depths):
+    text = output([args.llama_bench, "-m", model, "-p", 512, "-n", 0, "-t", args.threads, "-r", 1, "-o", "csv"]) or ""
+    text += "\n" + (output([args.llama_bench, "-m", model, "-p", 0, "-n", 64, "-d", ",".join(map(str, depths)), "-t",
+                            args.threads, "-r", 1, "-o", "csv"]) or "")
+    for part in text.split("\n\n") if "\n\n" in text else [text]:
+        for row in csv.DictReader(line for line in part.splitlines() if line.startswith(('"', "build_commit"))):
+            if row["n_prompt"].isdigit():
+                prompt = int(row["n_prompt"])
+                yield ("prefill" if prompt else "decode", prompt or int(row["n_gen"]), int(row["n_depth"]),
+                       float(row["avg_ts"]), None)
+
+
+def llama_cpp_python(args, model, depths):
+    import llama_cpp
+    most = max(depths) + 64
+    llama = llama_cpp.Llama(str(model), n_ctx=max(most, 512), n_threads=args.threads, n_threads_batch=args.threads,
+                            verbose=False)
+    ids = [7 + i * 31 % 900 for i in range(max(most, 512))]
+    llama.eval(ids[:8])
+    llama.reset()
+    start = time.perf_counter()
+    llama.eval(ids[:512])
+    yield "prefill", 512, 0, 512 / (time.perf_counter() - start), None
+    for depth in depths:
+        llama.reset()
+        if depth:
+            llama.eval(ids[:depth])
+        start = time.perf_counter()
+        for i in range(64):
+            llama.eval([ids[depth + i]])
+        yield "decode", 64, depth, 64 / (time.perf_counter() - start), None
+
+
+def llama2c(args, model):
+    text = output([args.llama2c / "run", model.resolve(), "-t", 0, "-n", 256, "-z", args.tokenizer.resolve()],
+                  cwd=args.llama2c, env=dict(os.environ, OMP_NUM_THREADS=str(args.threads))) or ""
+    found = re.search(r"achieved tok/s: ([\d.]+)", text)
+    if found:
+        yield "decode", 64, 0, float(found[1]), None
+
+
+def measure(args):
+    import importlib.util
+    have_python = importlib.util.find_spec("llama_cpp") is not None
+    limit, rows, name = roof(args.threads), [], machine()
+    print(f"{name}; {args.threads} threads; plain reads: {limit} GB/s", file=sys.stderr)
+    for model in args.models:
+        seen, gbs = {}, {}
+        info = output([args.run, model, "-m", "info"]) or ""
+        types = re.search(r"^types: (.*)", info, re.M)
+        for number in range(args.rounds):
+            results = {"run.c": list(run_c(args, model))}
+            depths = [d for phase, _, d, *_ in results["run.c"] if phase == "decode"] or [0]
+            if model.suffix == ".bin":
+                if args.llama2c:
+                    results["llama2.c"] = list(llama2c(args, model))
+            elif args.llama_bench:
+                results["llama.cpp"] = list(llama_bench(args, model, depths))
+            elif have_python:
+                results["llama.cpp"] = list(llama_cpp_python(args, model, depths))
+            for program, lines in results.items():
+                for phase, tokens, depth, rate, gb in lines:
+                    seen.setdefault((phase, depth, program), []).append(rate)
+                    gbs.setdefault((phase, depth, program), []).append(gb)
+            print(f"{model.name}: round {number + 1} of {args.rounds}", file=sys.stderr)
+        for (phase, depth, program), rates in sorted(seen.items()):
+            median = statistics.median(rates)
+            ours = seen.get((phase, depth, "run.c"))
+            gb = gbs[phase, depth, program]
+            rows.append(dict(
+                date=datetime.date.today().isoformat(), machine=name, model=model.stem, types=types[1] if types else "",
+                program=program, phase=phase, tokens=512 if phase == "prefill" else 64, depth=depth, threads=args.threads,
+                median=f"{median:.2f}", low=f"{min(rates):.2f}", high=f"{max(rates):.2f}",
+                gb_per_s=f"{statistics.median(gb):.2f}" if gb[0] is not None else "", roof_gb_per_s=limit or "",
+                rounds=len(rates), ratio=f"{statistics.median(ours) / median:.2f}" if ours and program != "run.c" else ""))
+            print("  ".join(str(rows[-1][field]) for field in ("model", "program", "phase", "depth", "median", "gb_per_s", "ratio")))
+    if args.out:
+        new = not args.out.exists()
+        with open(args.out, "a", newline="") as file:
+            out = csv.DictWriter(file, FIELDS, lineterminator="\n")
+            if new:
+                out.writeheader()
+            out.writerows(rows)
+
+
+def plot(path):
+    import matplotlib
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+    rows = list(csv.DictReader(open(path)))
+    figure, (bars, lines) = pyplot.subplots(1, 2, figsize=(12, 4.5))
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    programs = list(dict.fromkeys(row["program"] for row in rows))
+    for number, program in enumerate(programs):
+        speeds = [next((float(r["median"]) for r in rows if (r["model"], r["program"], r["phase"], r["depth"]) ==
+                        (model, program, "decode", "0")), 0) for model in models]
+        bars.bar([i + 0.4 * number for i in range(len(models))], speeds, 0.38, label=program)
+        for model in models:
+            depth = sorted((int(r["depth"]), float(r["median"])) for r in rows
+                           if (r["model"], r["program"], r["phase"]) == (model, program, "decode"))
+            if len(depth) > 1:
+                lines.plot(*zip(*depth), marker="o", linestyle="-" if program == "run.c" else "--", label=f"{model}, {program}")
+    bars.set_xticks([i + 0.2 for i in range(len(models))], models, rotation=30, ha="right")
+    bars.set_ylabel("decode, tokens/s")
+    bars.legend()
+    lines.set_xlabel("positions in the cache")
+    lines.set_ylabel("decode, tokens/s")
+    if lines.lines:
+        lines.legend(fontsize=7)
+    figure.suptitle(f"{rows[0]['machine']}, {rows[0]['threads']} threads, {rows[0]['date']}" if rows else "")
+    figure.tight_layout()
+    figure.savefig(path.with_suffix(".svg"))
+
+
+def main():
+    p = argparse.ArgumentParser(description="Measure run.c and its peers.")
+    p.add_argument("models", nargs="*", type=pathlib.Path, help="GGUF files, or .bin files of llama2.c")
+    p.add_argument("--run", default=ROOT / "run", help="the program (default: ./run, which make builds)")
+    p.add_argument("--llama-bench", help="path of llama.cpp's llama-bench")
+    p.add_argument("--llama2c", type=pathlib.Path, help="folder of llama2.c with its `run` built by `make runomp`")
+    p.add_argument("--tokenizer", type=pathlib.Path, default=ROOT / "tokenizer.bin", help="for llama2.c")
+    p.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--out", type=pathlib.Path, help="CSV file to append to")
+    p.add_argument("--plot", type=pathlib.Path, metavar="CSV", help="draw what a CSV file holds, beside it as SVG")
+    args = p.parse_args()
+    if args.plot:
+        return plot(args.plot)
+    if not args.models:
+        p.error("name a model")
+    if not pathlib.Path(args.run).exists() and not shutil.which(str(args.run)):
+        p.error(f"{args.run}: not built yet (make)")
+    measure(args)
+
+
+if __name__ == "__main__":
+    main()
