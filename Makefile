@@ -1,5 +1,5 @@
 # make            build ./run            make story      build it and tell a story
-# make test       build and run tests    make smollm2    fetch a small instruct model
+# make test       build and run tests    make real       fetch three small real models
 # make debug      ./run-debug with sanitizers; make test-debug runs the tests with them
 # Variables instead of variants: make CC=clang, make OMP= (no threads), make CFLAGS=-O2
 CC = cc
@@ -28,14 +28,15 @@ test-debug: test.c run.c Makefile
 	$(BUILD) $(SANITIZE) -o test-debug test.c -lm
 	ASAN_OPTIONS=detect_leaks=0 ./test-debug $(ARGS)
 
-# what needs downloads: tests on the models found in models/real (make smollm2 fetches one)
+# what needs downloads: tests on what is found in models/real
 test-real:
 	$(MAKE) test ARGS=real
 
-smollm2:
-	sh models/fetch.sh smollm2
+real: smollm2 gemma3 coder05
+smollm2 gemma3 coder05:
+	sh models/fetch.sh $@
 
 clean:
 	rm -f run test run-debug test-debug
 
-.PHONY: story test debug test-debug test-real smollm2 clean
+.PHONY: story test debug test-debug test-real real smollm2 gemma3 coder05 clean

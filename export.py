@@ -377,7 +377,7 @@ class Model:
 
     def check(self):
         """Every tensor is there once, in the shape that the configuration says, and no other."""
-        wanted = {n: shape for t in self.tensors.values() for n, shape in t.sources.items()}
+        wanted = dict.fromkeys(name for t in self.tensors.values() for name in t.sources)
         found, where = self.source.shapes, self.source.where
         spare = ("lm_head.weight",) if self.params.tied else ()
         missing = [n for n in wanted if n not in found]
@@ -386,10 +386,14 @@ class Model:
         if missing or unknown:
             raise ExportError(f"{where}: tensor {'missing' if missing else 'unknown'}: "
                               + listing(missing or unknown))
-        for name, shape in wanted.items():
-            if found[name] != shape:
-                raise ExportError(f"{where}: {name} has shape {list(found[name])}, expected "
-                                  f"{list(shape)}")
+        for t in self.tensors.values():
+            for name, shape in t.sources.items():
+                if found[name] != shape:
+                    raise ExportError(f"{where}: {name} has shape {list(found[name])}, expected "
+                                      f"{list(shape)}")
+                if (self.source.dtype(name) == "u8") != t.packed:
+                    raise ExportError(f"{where}: {name} has type {self.source.dtype(name)}, "
+                                      f"expected {'u8' if t.packed else 'a float type'}")
 
     def read(self, name):
         """A tensor of the checkpoint as finite float32, or as bytes."""
@@ -1296,7 +1300,7 @@ def write_gguf(path, model, params, v, a):
         plan = [(name, t.shape, storage_type(name, t, wanted, params.tied))
                 for name, t in model.tensors.items()]
         plan += [(name, x.shape, gguf.GGMLQuantizationType.F32) for name, x in ropes.items()]
-        mxfp4 = any(kind == gguf.GGMLQuantizationType.MXFP4 for _, _, kind in plan)
+        mxfp4 = any(kind.name == "MXFP4" for _, _, kind in plan)
         w.add_file_type(38 if mxfp4 else {
             "f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}[wanted])
         if wanted[0] == "q":

@@ -1796,7 +1796,7 @@ typedef struct {
     float part[(PANEL_COLUMNS + 7) * PANEL_ROWS * LANES]; // the last tile may be wider than needed
 } Scratch;
 
-static size_t matmul_scratch(void) { return sizeof(Scratch); } // bytes of Worker.scratch
+static size_t matmul_scratch(void) { return (sizeof(Scratch) + 63) / 64 * 64; } // bytes
 
 enum { STREAM_ROWS = 16 }; // rows of each of the four streams in a ticket
 
@@ -1890,7 +1890,7 @@ enum { // what a row of archs[] may say: which parts its layers must have, ...
     NORM_AFTER = 1 << 3,                // norms of what a block gives, before it is added
     NORM_QK = 1 << 4, NORM_QK_WIDE = 1 << 5, // of each head; of all heads as one vector
     SINKS = 1 << 6,                     // a logit of every head that draws attention to nothing
-    SHARED = 1 << 7,                    // an expert that every token uses, behind a gate
+    SHARED = 1 << 7,                    // the expert that every token uses stands behind a gate
     // ... and what they do
     TURN_HALVES = 1 << 8,               // rope turns elements i, i + n/2 together; else 2i, 2i + 1
     GELU = 1 << 9, CLAMPED = 1 << 10,   // the gate's activation; else SiLU
@@ -2078,7 +2078,7 @@ typedef struct {
     const char *name;                   // in a GGUF: blk.N.NAME
     size_t at; // place in Layer: a Tensor, or a float * where rows is NO_DIM
     int rows, cols;
-    enum { ANY, DENSE, MOE } only; // the others do not have it
+    enum { ANY, DENSE, MOE, MOE_SHARED } only; // other layers do not have it
     int flags;                          // 0, or architectures without any of these do not have it
     bool optional;
     const char *fused;                  // some files hold all parts of this name as one matrix
@@ -2097,7 +2097,8 @@ static const Part parts[] = {
     [WV] = {PART_MATRIX("attn_v.weight", wv, KV_DIM, DIM), .fused = "attn_qkv.weight"},
     [WO] = {PART_MATRIX("attn_output.weight", wo, DIM, Q_DIM)},
     [FFN_NORM] = {PART_VECTOR("ffn_norm.weight", ffn_norm, DIM), .flags = NORM_FFN},
-    [W1] = {PART_MATRIX("ffn_gate.weight", w1, HIDDEN, DIM), .only = DENSE, .fused = "ffn_up.weight"},
+    [W1] = {PART_MATRIX("ffn_gate.weight", w1, HIDDEN, DIM), .only = DENSE,
+            .fused = "ffn_up.weight"},
     [W2] = {PART_MATRIX("ffn_down.weight", w2, DIM, HIDDEN), .only = DENSE},
     [W3] = {PART_MATRIX("ffn_up.weight", w3, HIDDEN, DIM), .only = DENSE, .fused = "ffn_up.weight"},
     {PART_VECTOR("post_attention_norm.weight", ffn_norm, DIM), .flags = NORM_FFN_MOVED},
@@ -2123,10 +2124,11 @@ static const Part parts[] = {
     {PART_VECTOR("ffn_gate_exps.bias", be1, ALL_EXPERT_DIM), .only = MOE, .optional = true},
     {PART_VECTOR("ffn_down_exps.bias", be2, ALL_DIM), .only = MOE, .optional = true},
     {PART_VECTOR("ffn_up_exps.bias", be3, ALL_EXPERT_DIM), .only = MOE, .optional = true},
-    {PART_MATRIX("ffn_gate_shexp.weight", w1, HIDDEN, DIM), .only = MOE, .flags = SHARED},
-    {PART_MATRIX("ffn_down_shexp.weight", w2, DIM, HIDDEN), .only = MOE, .flags = SHARED},
-    {PART_MATRIX("ffn_up_shexp.weight", w3, HIDDEN, DIM), .only = MOE, .flags = SHARED},
-    {PART_VECTOR("ffn_gate_inp_shexp.weight", shared_gate, DIM), .only = MOE, .flags = SHARED},
+    {PART_MATRIX("ffn_gate_shexp.weight", w1, HIDDEN, DIM), .only = MOE_SHARED},
+    {PART_MATRIX("ffn_down_shexp.weight", w2, DIM, HIDDEN), .only = MOE_SHARED},
+    {PART_MATRIX("ffn_up_shexp.weight", w3, HIDDEN, DIM), .only = MOE_SHARED},
+    {PART_VECTOR("ffn_gate_inp_shexp.weight", shared_gate, DIM), .only = MOE_SHARED,
+     .flags = SHARED},
 };
 
 static int64_t part_size(const Model *m, const Layer *l, int what) {
@@ -2148,7 +2150,8 @@ static int64_t part_size(const Model *m, const Layer *l, int what) {
 
 static bool part_exists(const Model *m, const Layer *l, const Part *p) {
     if (p->flags && !(m->config.arch->flags & p->flags)) return false;
-    return p->only == ANY || (p->only == MOE) == (l->n_experts > 0);
+    if (p->only == MOE_SHARED && !l->hidden_dim) return false;
+    return p->only == ANY || (p->only != DENSE) == (l->n_experts > 0);
 }
 
 // A copy of a one-row tensor as floats, (cols).
@@ -2648,9 +2651,8 @@ static void gguf_config(Model *m, const Gguf *g) {
     if (c->n_experts) {
         c->n_used = gguf_need(g, ".expert_used_count", 1, c->n_experts);
         c->expert_dim = gguf_int(g, ".expert_feed_forward_length", 1, MAX_DIM, c->hidden_dim);
-        if (c->arch->flags & SHARED)
-            c->shared_dim =
-                gguf_int(g, ".expert_shared_feed_forward_length", 1, MAX_DIM, c->hidden_dim);
+        c->shared_dim = gguf_int(g, ".expert_shared_feed_forward_length", 0, MAX_DIM,
+                                 c->arch->flags & SHARED ? c->hidden_dim : 0);
         int sum_1 = gguf_bool(g, ".expert_weights_norm");
         c->weights_sum_1 = sum_1 >= 0 ? sum_1 : (c->arch->flags & WEIGHTS_SUM_1) != 0;
     }
@@ -2960,6 +2962,7 @@ typedef struct {
     uint8_t *acts;                      // activations in front of a matrix, chapter 3
     uint8_t *pair_acts;                 // the same for all pairs; without experts, acts itself
     float *scores;                      // per worker, (QUERY_TILE, seq_len rounded up to blocks)
+    uint8_t *memory;                    // all of these but the cache lie in here
     float *trace; // tests only: residual after each layer, (layers, chunk, dim)
 } Session;
 
@@ -3290,8 +3293,9 @@ static void ffn_experts(const Pass *p, Worker *w, const Layer *l, const Acts *a)
     team_wait(w->team);
     experts_matmul(s, w, l, &h, (const Tensor *[]){&l->e2}, (float *[]){s->expert_out}, 1);
     for (long i; (i = team_take(w->team)) < rows;) {
-        float *branch = s->branch + i * dim, shared = 0;
+        float *branch = s->branch + i * dim, shared = 1;
         if (l->shared_gate) {           // the sigmoid of its product with the row
+            shared = 0;
             const float *x = a->x + i * a->ldx;
             for (int k = 0; k < dim; k++) shared -= x[k] * l->shared_gate[k];
             vec_ops[s->team.isa].exps(&shared, 0, 1, 0);
@@ -4359,13 +4363,6 @@ static int sample(Sampler *s, float *logits, int n, const int *recent, int n_rec
  * The cache is reserved at once but touched only as positions are used, so a large -c costs address
  * space, not memory.
  */
-static void *aligned_memory(size_t bytes) { // 64-byte aligned scratch
-    size_t rounded = (bytes + 127) / 64 * 64;
-    void *p = aligned_alloc(64, rounded);
-    if (!p) die("out of memory: %zu bytes", rounded);
-    return memset(p, 0, rounded);
-}
-
 static void session_cache(Session *s) {
     const Config *c = &s->model->config;
     double bytes = (double)cache_bytes_per_token(s->model, s->half) * (double)kv_room(s);
@@ -4385,60 +4382,67 @@ static void session_cache(Session *s) {
 // wait for each other gets one.
 static int default_threads(const Model *m) { return m->weight_bytes < 16000000 ? 1 : core_count(); }
 
-// A session of seq_len positions; logits for `logit_rows` rows at once.
+// A session of seq_len positions; logits for `logit_rows` rows at once. All scratch is one piece of
+// memory, of which the system gives a page when it is first touched.
 static Session *session_new(const Model *m, int seq_len, int chunk, bool half, int threads,
                             int logit_rows) {
     const Config *c = &m->config;
-    Session *s = aligned_memory(sizeof *s);
+    Session *s = aligned_alloc(64, (sizeof *s + 63) / 64 * 64);
+    if (!s) die("out of memory: %zu bytes", sizeof *s);
+    memset(s, 0, sizeof *s);
     s->model = m, s->seq_len = seq_len, s->chunk = MIN(chunk, seq_len), s->half = half;
-    s->team = (Team){.n = threads, .isa = isa_best()};
+    s->team = (Team){.n = threads, .isa = isa_best()}, s->logit_rows = MIN(logit_rows, s->chunk);
     session_cache(s);
-    size_t n = (size_t)s->chunk, heads = 0, kv = 0, hidden = 0, turn = 0;
-    for (int i = 0; i < c->n_layers; i++) {
-        const Layer *l = &m->layers[i];
+    size_t n = (size_t)s->chunk, heads = 0, kv = 0, hidden = 0, dim = (size_t)c->dim;
+    for (const Layer *l = m->layers; l < m->layers + c->n_layers; l++) {
         heads = MAX(heads, (size_t)l->n_heads * (size_t)l->head_size);
         kv = MAX(kv, (size_t)l->n_kv_heads * (size_t)l->head_size);
         hidden = MAX(hidden, (size_t)l->hidden_dim);
     }
-    for (int t = 0; t < N_ROPES; t++) turn += (size_t)c->rope[t].n_rot;
-    size_t dim = (size_t)c->dim, widest = MAX(MAX(heads, hidden), dim);
-    s->tokens = xalloc((size_t)seq_len, sizeof *s->tokens);
-    s->rows = xalloc(n, sizeof *s->rows);
-    s->x = aligned_memory(n * dim * sizeof(float));
-    s->branch = aligned_memory(n * dim * sizeof(float));
-    s->q = aligned_memory(n * heads * sizeof(float));
-    s->k = aligned_memory(n * kv * sizeof(float)), s->v = aligned_memory(n * kv * sizeof(float));
-    size_t pairs = n * (size_t)c->n_used, gates = MAX(n * hidden, pairs * (size_t)c->expert_dim);
-    s->h1 = aligned_memory(gates * sizeof(float)), s->h3 = aligned_memory(gates * sizeof(float));
-    s->turn = aligned_memory(n * turn * sizeof(float));
-    s->acts = aligned_memory(acts_bytes(s->chunk, (int64_t)widest));
-    s->pair_acts = s->acts;
-    if (c->n_experts) {
-        size_t widest_pair = MAX(dim, (size_t)c->expert_dim);
-        s->pair_acts = aligned_memory(MAX(acts_bytes((int)pairs, (int64_t)widest_pair),
-                                          acts_bytes((int)n, (int64_t)hidden)));
-        s->route = xalloc(n * (size_t)c->n_experts, sizeof *s->route);
-        s->share = xalloc(pairs, sizeof *s->share), s->chosen = xalloc(pairs, sizeof *s->chosen);
-        s->place = xalloc(pairs, sizeof *s->place);
-        s->expert_end = xalloc((size_t)c->n_experts, sizeof *s->expert_end);
-        s->expert_out = aligned_memory(pairs * dim * sizeof(float));
+    size_t pairs = n * (size_t)c->n_used, expert = (size_t)c->expert_dim;
+    size_t acts = acts_bytes(s->chunk, (int64_t)MAX(MAX(heads, hidden), dim));
+    size_t pair_acts = c->n_experts ? MAX(acts, acts_bytes((int)pairs, (int64_t)MAX(dim, expert)))
+                                    : 0;
+    const struct { void *field; size_t bytes;
+    } parts_of_it[] = {
+        {&s->tokens, (size_t)seq_len * sizeof(int)},
+        {&s->rows, n * sizeof(Row)},
+        {&s->x, n * dim * 4},
+        {&s->branch, n * dim * 4},
+        {&s->q, n * heads * 4},
+        {&s->k, n * kv * 4},
+        {&s->v, n * kv * 4},
+        {&s->h1, MAX(n * hidden, pairs * expert) * 4},
+        {&s->h3, MAX(n * hidden, pairs * expert) * 4},
+        {&s->turn, n * (size_t)(c->rope[ROPE_FULL].n_rot + c->rope[ROPE_WINDOW].n_rot) * 4},
+        {&s->acts, acts},
+        {&s->pair_acts, pair_acts},
+        {&s->route, n * (size_t)c->n_experts * 4},
+        {&s->share, pairs * 4},
+        {&s->chosen, pairs * 4},
+        {&s->place, pairs * 4},
+        {&s->expert_end, (size_t)c->n_experts * 4},
+        {&s->expert_out, pairs * dim * 4},
+        {&s->scores, (size_t)threads * QUERY_TILE * (size_t)kv_room(s) * 4},
+        {&s->logits, (size_t)s->logit_rows * (size_t)c->vocab_size * 4},
+        {&s->worker[0].scratch, (size_t)threads * matmul_scratch()},
+    };
+    size_t total = 64;
+    for (int i = 0; i < COUNT(parts_of_it); i++) total += (parts_of_it[i].bytes + 63) / 64 * 64;
+    s->memory = xalloc(total, 1);
+    uint8_t *at = s->memory + (64 - (uintptr_t)s->memory % 64);
+    for (int i = 0; i < COUNT(parts_of_it); i++) {
+        memcpy(parts_of_it[i].field, &at, sizeof at);
+        at += (parts_of_it[i].bytes + 63) / 64 * 64;
     }
-    s->scores = xalloc((size_t)threads * QUERY_TILE * (size_t)kv_room(s), sizeof(float));
-    s->logit_rows = MIN(logit_rows, s->chunk);
-    s->logits = aligned_memory((size_t)s->logit_rows * (size_t)c->vocab_size * sizeof(float));
+    if (!c->n_experts) s->pair_acts = s->acts;
     for (int i = 0; i < threads; i++)
-        s->worker[i] = (Worker){&s->team, i, aligned_memory(matmul_scratch())};
+        s->worker[i] = (Worker){&s->team, i, s->worker[0].scratch + (size_t)i * matmul_scratch()};
     return s;
 }
 
 static void session_free(Session *s) {
-    for (int i = 0; i < MAX_THREADS; i++) free(s->worker[i].scratch);
-    if (s->pair_acts != s->acts) free(s->pair_acts);
-    free(s->route), free(s->share), free(s->chosen), free(s->place), free(s->expert_end);
-    free(s->expert_out), free(s->cache), free(s->tokens), free(s->rows), free(s->x),
-        free(s->branch);
-    free(s->q), free(s->k), free(s->v), free(s->h1), free(s->h3), free(s->turn);
-    free(s->acts), free(s->scores), free(s->logits), free(s->trace), free(s);
+    free(s->cache), free(s->memory), free(s->trace), free(s);
 }
 
 // Appends n <= chunk tokens in one pass; the caller has made sure that they fit.

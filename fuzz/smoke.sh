@@ -16,7 +16,7 @@ if ! clang -std=c11 -g -O1 -DFUZZ -DPLAIN_C -fsanitize=fuzzer,address,undefined 
     exit 1
 fi
 mkdir "$work/seeds"
-cp tests/gqa.gguf tests/bpe.gguf tests/quant-q4_1.gguf tests/bin-v0.bin tests/bin-v2.bin tests/bin-v0.tokenizer.bin "$work/seeds"
+cp tests/gqa.gguf tests/gpt-oss-mxfp4.gguf tests/gemma3.gguf tests/phi3-long.gguf tests/bpe.gguf tests/quant-q4_1.gguf tests/bin-v0.bin tests/bin-v2.bin tests/bin-v0.tokenizer.bin "$work/seeds"
 ASAN_OPTIONS=detect_leaks=0 "$work/fuzz" -max_total_time="$seconds" -rss_limit_mb=6000 -malloc_limit_mb=2000 -timeout=20 \
     -max_len=200000 -artifact_prefix="$work/" -print_final_stats=1 "$work/seeds" >"$work/log" 2>&1 ||
     { tail -n 40 "$work/log"; echo "a crash is kept in $work"; exit 1; }

@@ -158,7 +158,8 @@ FAMILIES = {
         {"attention.sliding_window": 8, "expert_feed_forward_length": 32, "rope.scaling.factor": 4.0}, "f0315881a92ce444"),
     "gptoss4": ("GptOssForCausalLM", "gpt_oss", NORMS + ATT + BIAS + GPT_OSS + NIBBLES, {
         **EXPERTS, "intermediate_size": 32, "sliding_window": 8, "rope_parameters": {**YARN, "truncate": False},
-        "quantization_config": {"quant_method": "mxfp4"}}, {}, "7c6473115575f65b"),
+        "quantization_config": {"quant_method": "mxfp4"}, "layer_types": ["full_attention"] * 2},
+        {"attention.sliding_window": 8, "attention.sliding_window_pattern": [False, False]}, "7c6473115575f65b"),
 }
 
 

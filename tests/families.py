@@ -73,6 +73,8 @@ FAMILIES = {
     "granitemoe": family("granitemoe", 118, 64, ROWS, embed=0.3, head=None, hidden=24, num_local_experts=4,
                          num_experts_per_tok=2, embedding_multiplier=6.0, residual_multiplier=0.4,
                          attention_multiplier=0.2, logits_scaling=0.5),
+    "granitemoe-shared": family("granitemoeshared", 123, 64, ROWS, embed=0.3, head=None, hidden=24, num_local_experts=4,
+                                num_experts_per_tok=2, shared_intermediate_size=16, residual_multiplier=0.4),
     "smollm3": family("smollm3", 119, 64, ROWS, layers=4, embed=0.4, head=None, theta=2e6, tie_word_embeddings=True),
     "mistral3": family("ministral3", 120, 160, [0, 63, 64, 159], heads=2, kv=1, head=32, rope=dict(
         rope_type="yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0,
@@ -377,9 +379,9 @@ def experts(arch, get, part, tensor, h):
             tensor(name + ".bias")[e] if tensor(name + ".bias") is not None else 0)
         out = out + chosen[:, e:e + 1] * one("ffn_down_exps", gated(
             arch, one("ffn_gate_exps", h), one("ffn_up_exps", h)))
-    if tensor("ffn_gate_inp_shexp.weight") is not None:
-        shared = part("ffn_down_shexp", gated(arch, part("ffn_gate_shexp", h), part("ffn_up_shexp", h)))
-        out = out + shared / (1 + np.exp(-(h @ tensor("ffn_gate_inp_shexp.weight").reshape(-1, 1))))
+    if tensor("ffn_gate_shexp.weight") is not None:
+        shared, gate = part("ffn_down_shexp", gated(arch, part("ffn_gate_shexp", h), part("ffn_up_shexp", h))), tensor("ffn_gate_inp_shexp.weight")
+        out = out + (shared if gate is None else shared / (1 + np.exp(-(h @ gate.reshape(-1, 1)))))
     return out
 
 
