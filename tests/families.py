@@ -87,6 +87,8 @@ FAMILIES = {
                             layer_types=[SLIDE, FULL], num_local_experts=4, num_experts_per_tok=2,
                             rope=dict(truncate=False, **YARN)),
 }
+# saved with the configuration as transformers 4 wrote it, which is how most were published
+OLD_SPELLING = {"qwen2", "qwen3-yarn", "mistral", "phi3-long", "granite", "gpt-oss"}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -201,7 +203,8 @@ def save_checkpoint(model, folder, tokenizer=tiny_bpe, old_spelling=False, mxfp4
         path = folder / "config.json"
         config = json.loads(path.read_text())
         rope = config.pop("rope_parameters")
-        config["rope_theta"] = rope.pop("rope_theta")
+        for key in rope.keys() & {"rope_theta", "partial_rotary_factor"}:
+            config[key] = rope.pop(key)
         kind = rope.pop("rope_type")
         config["rope_scaling"] = {"type": kind, **rope} if kind != "default" else None
         path.write_text(json.dumps(config, indent=1))

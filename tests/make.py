@@ -48,8 +48,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 import gguf
 from gguf.quants import dequantize, quantize
-from families import (FAMILIES, exact_angles, forward64, gguf_weights, random_model, read_ref, run_reference, save_checkpoint,
-                      some_ids, torch_one_thread, write_ref)
+from families import (FAMILIES, OLD_SPELLING, exact_angles, forward64, gguf_weights, random_model, read_ref,
+                      run_reference, save_checkpoint, some_ids, torch_one_thread, write_ref)
 np.seterr(all="ignore")
 T = gguf.GGMLQuantizationType
 problems = []
@@ -190,7 +190,7 @@ def make_families(temp):
             model = random_model(name)
             exact_angles(model)
             ids = some_ids(seed, n, config["vocab_size"])
-            folder = save_checkpoint(model, temp / name, mxfp4="mxfp4" in name)
+            folder = save_checkpoint(model, temp / name, old_spelling=name in OLD_SPELLING, mxfp4="mxfp4" in name)
             export(HERE / (name + ".gguf"), "--hf", folder, "--type", "f16")
             write_ref(HERE / (name + ".ref"), ids, *run_reference(model, ids), rows)
             say(f"  {name}: {(HERE / (name + '.gguf')).stat().st_size} + {(HERE / (name + '.ref')).stat().st_size} bytes")
