@@ -593,6 +593,7 @@ static float f16_at(const uint8_t *p) { return f16_to_f32(u16_at(p)); }
 // once, in GNU C's vectors: compilers make AVX2, SSE2 or NEON code of them, or plain arithmetic on
 // 64-bit words. n: how many of the eight blocks exist (of formats with 256 weights a block, all).
 // What needs instructions that C has no word for (f16, look-up) is left to group_open.
+#define ALL(x) {x, x, x, x, x, x, x, x}
 #define EACH(byte) ((byte) * 0x0101010101010101u) // in each byte of a word
 #define SHIFT(v, left) ((left) > 0 ? (v) << (left) : (v) >> -(left))
 #define MISSING -0.0f // scale of a block that is not there: its step changes no lane, not even -0
@@ -813,6 +814,7 @@ FLOATS_AND_BIN(X)
 typedef struct {
     void (*fma)(const V8f *a, const V8f *b, V8f *c);       // c += a * b, rounded once
     void (*fma_or)(const V8f *a, const V8f *b, V8f *c);    // or twice where it would be slow
+    void (*spread)(const float *a, V8f *b);                // to all eight
     void (*floats)(const V8i *a, V8f *b);
     void (*load)(uint32_t id, const uint8_t *p, V8f *v);   // eight weights of f32, f16, bf16
     void (*halves)(const uint8_t *p, int step, int n, V8f *v); // f16: n <= 8 and MISSING ones
@@ -831,6 +833,8 @@ static void fma_or_c(const V8f *a, const V8f *b, V8f *c) {
     if (FMA_IS_FAST) fma_c(a, b, c);
     else *c += *a * *b;
 }
+
+static void spread_c(const float *a, V8f *b) { *b = (V8f)ALL(*a); }
 
 static void floats_c(const V8i *a, V8f *b) {
     for (int i = 0; i < 8; i++) (*b)[i] = (float)(*a)[i];
@@ -869,8 +873,8 @@ static void pack_c(const V8i v[4], int16_t *q, int32_t sum[2]) {
     }
 }
 
-static const Simd simd_c = {fma_c,     fma_or_c,     floats_c, load_c, halves_c,
-                            look_up_c, fifth_bits_c, sums_c,   pack_c};
+static const Simd simd_c = {fma_c,    fma_or_c,  spread_c,     floats_c, load_c,
+                            halves_c, look_up_c, fifth_bits_c, sums_c,   pack_c};
 
 #ifdef HAVE_X86
 // Vector code is compiled for its instruction set whatever the command line says; isa_best() looks
@@ -882,6 +886,8 @@ static const Simd simd_c = {fma_c,     fma_or_c,     floats_c, load_c, halves_c,
 AVX2 __m256i load32(const void *p) { return _mm256_loadu_si256(p); }
 
 AVX2 void fma_avx2(const V8f *a, const V8f *b, V8f *c) { *c = _mm256_fmadd_ps(*a, *b, *c); }
+
+AVX2 void spread_avx2(const float *a, V8f *b) { *b = _mm256_broadcast_ss(a); }
 
 AVX2 void floats_avx2(const V8i *a, V8f *b) { *b = _mm256_cvtepi32_ps((__m256i)*a); }
 
@@ -948,8 +954,9 @@ AVX2 void pack_avx2(const V8i v[4], int16_t *q, int32_t sum[2]) {
     sum[0] = _mm256_extract_epi32(s, 0), sum[1] = _mm256_extract_epi32(s, 4);
 }
 
-static const Simd simd_avx2 = {fma_avx2,     fma_avx2,        floats_avx2, load_avx2, halves_avx2,
-                               look_up_avx2, fifth_bits_avx2, sums_avx2,   pack_avx2};
+static const Simd simd_avx2 = {
+    fma_avx2,    fma_avx2,     spread_avx2,     floats_avx2, load_avx2,
+    halves_avx2, look_up_avx2, fifth_bits_avx2, sums_avx2,   pack_avx2};
 #endif
 
 // ---- quantised weights: groups and dots
@@ -1003,6 +1010,12 @@ static void quantised_expand(const Tensor *t, int64_t row, int64_t k, int n, flo
 
 static float lanes_fold(const float *l) {
     return ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
+}
+
+INLINE float vector_fold(const V8f *v) {
+    float l[8];
+    memcpy(l, v, 32);
+    return lanes_fold(l);
 }
 
 INLINE void lanes_step(const Simd *v, const V8f *dx, const V8f *scale, const V8i *sum, V8f *lanes) {
@@ -1059,11 +1072,8 @@ INLINE void quantised_dot(const Simd *v, const Format *f, bool known, int scales
             group_step(v, f, scales, minima, &g, (int)(blocks - j), x, first + c, j, &l[r][c]);
     }
     for (int c = 0; c < n; c++)
-        for (int r = 0; r < 4; r++) {
-            float lanes[8];
-            memcpy(lanes, &l[r][c], 32);
-            y->y[(first + c) * y->ldy + row[r]] = lanes_fold(lanes);
-        }
+        for (int r = 0; r < 4; r++)
+            y->y[(first + c) * y->ldy + row[r]] = vector_fold(&l[r][c]);
 }
 
 static void quantised_dot_c(const Product *p, const int64_t *row, const Acts *x, int first, int n) {
@@ -1109,26 +1119,11 @@ QUANTISED(X)
 #endif
 
 // ---- float weights: dots
-// Eight weights from k on; past the row's end -0, which times 0 changes no lane
-INLINE void eight_weights(const Simd *v, const Format *f, const Tensor *t, int64_t row, int64_t k,
-                          V8f *w) {
-    if (k + 8 <= t->cols && f != &formats[F_bin]) {
-        v->load(f->id, weight_at(t, row, k, 1, f->bytes), w);
-        return;
-    }
-    float part[8] = {-0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f};
-    f->expand(t, row, k, (int)MIN(8, t->cols - k), part);
+// The last weights of a row; past its end -0, which times 0 changes no lane
+static void last_weights(const Tensor *t, int64_t row, int64_t k, V8f *w) {
+    float part[8] = ALL(-0.0f);
+    t->format->expand(t, row, k, (int)MIN(8, t->cols - k), part);
     memcpy(w, part, 32);
-}
-
-INLINE void float_steps(const Simd *v, const Format *f, int cols, const Tensor *t,
-                        const int64_t *row, int64_t k, const float *x, int64_t ldx, V8f l[4][3]) {
-    V8f w, in[3];
-    UNROLL for (int c = 0; c < cols; c++) memcpy(&in[c], x + c * ldx + k, 32);
-    UNROLL for (int r = 0; r < 4; r++) {
-        eight_weights(v, f, t, row[r], k, &w);
-        UNROLL for (int c = 0; c < cols; c++) v->fma_or(&w, &in[c], &l[r][c]);
-    }
 }
 
 // Four rows times cols <= 3 columns, straight from the file
@@ -1136,16 +1131,33 @@ INLINE void float_dot(const Simd *v, const Format *f, int cols, const Product *p
                       const int64_t *row, const Acts *x, int first) {
     const Tensor *t = p->w;
     const float *in = x->x + first * x->ldx;
-    float y[4][3] = {{0}}, lanes[8]; // not p->y: another thread may make the same row once more
-    for (int64_t k = 0, end; k < t->cols; k = end) {
-        V8f l[4][3] = {{{0}}};
-        end = MIN(t->cols, k + FLOAT_BLOCK);
-        for (; k + 8 <= end; k += 8) float_steps(v, f, cols, t, row, k, in, x->ldx, l);
-        if (k < end) float_steps(v, f, cols, t, row, k, in, x->ldx, l);
-        for (int r = 0; r < 4; r++)
-            for (int c = 0; c < cols; c++) {
-                memcpy(lanes, &l[r][c], 32);
-                y[r][c] = end > FLOAT_BLOCK ? y[r][c] + lanes_fold(lanes) : lanes_fold(lanes);
+    const uint8_t *at[4];
+    float y[4][3] = {{0}}; // not p->y: another thread may make the same row once more
+    for (int r = 0; r < 4; r++) at[r] = weight_at(t, row[r], 0, 1, f->bytes);
+    for (int64_t k = 0; k < t->cols;) {
+        V8f l[4][3], w, column[3];
+        const int64_t end = MIN(t->cols, k + FLOAT_BLOCK);
+        const bool more = k;
+        UNROLL for (int r = 0; r < 4; r++)
+            UNROLL for (int c = 0; c < cols; c++) l[r][c] = (V8f){0};
+        for (; k + 8 <= end && f->id < 1000; k += 8) {
+            UNROLL for (int c = 0; c < cols; c++) memcpy(&column[c], in + c * x->ldx + k, 32);
+            UNROLL for (int r = 0; r < 4; r++) {
+                v->load(f->id, at[r] + k * f->bytes, &w);
+                UNROLL for (int c = 0; c < cols; c++) v->fma_or(&w, &column[c], &l[r][c]);
+            }
+        }
+        for (; k < end; k += 8)
+            for (int c = 0; c < cols; c++)
+                for (int r = 0; r < 4; r++) {
+                    memcpy(&column[0], in + c * x->ldx + k, 32);
+                    last_weights(t, row[r], k, &w);
+                    v->fma_or(&w, &column[0], &l[r][c]);
+                }
+        UNROLL for (int r = 0; r < 4; r++)
+            UNROLL for (int c = 0; c < cols; c++) {
+                float sum = vector_fold(&l[r][c]);
+                y[r][c] = more ? y[r][c] + sum : sum;
             }
     }
     for (int r = 0; r < 4; r++)
@@ -1184,15 +1196,15 @@ INLINE void quantise(const Simd *v, const Acts *a, int row) {
             V8i bits = (V8i)in[i] & 0x7FFFFFFF;
             big = bits > m, m = (bits & big) | (m & ~big);
         }
-        int32_t top = m[0];
-        for (int i = 1; i < 8; i++) top = MAX(top, m[i]);
-        const float most = f32_of_bits((uint32_t)top);
+        const int32_t top[4] = {MAX(m[0], m[4]), MAX(m[1], m[5]), MAX(m[2], m[6]), MAX(m[3], m[7])};
+        const int32_t two[2] = {MAX(top[0], top[2]), MAX(top[1], top[3])};
+        const float most = f32_of_bits((uint32_t)MAX(two[0], two[1]));
         const bool finite = most < INFINITY, some = finite && most >= 0x1p-100f;
         dx[j] = !finite ? NAN : some ? most / 32767 : 0;
         const float r = some ? 32767 / most : 0;
         UNROLL for (int i = 0; i < 4; i++) {
-            V8f rounded = in[i] * r + magic;
-            out[i] = some ? (V8i)rounded - 0x4B400000 : (V8i){0};
+            V8f rounded = in[i] * r + magic; // where dx is NaN, it may be anything
+            out[i] = (V8i)rounded - 0x4B400000;
         }
         v->pack(out, q, sums);
         sum[j] = sums[0], sum[j + a->ldb] = sums[1];
@@ -1205,12 +1217,17 @@ AVX2_CALL void quantise_avx2(const Acts *a, int row) { quantise(&simd_avx2, a, r
 
 // ---- panels: packing, AVX2 on every machine
 AVX2_CALL void float_pack(const Tensor *t, int64_t row, int64_t k, int len, Panel *p) {
-    for (int r = 0; r < PANEL_ROWS; r++)
+    const Format *f = t->format;
+    for (int r = 0; r < PANEL_ROWS; r++) {
+        const int64_t at = MIN(row + r, t->rows - 1);
+        const uint8_t *in = weight_at(t, at, k, 1, f->bytes);
         for (int i = 0; i < len; i += 8) {
             V8f w;
-            eight_weights(&simd_avx2, t->format, t, MIN(row + r, t->rows - 1), k + i, &w);
+            if (i + 8 <= len && f->id < 1000) load_avx2(f->id, in + f->bytes * i, &w);
+            else last_weights(t, at, k + i, &w);
             memcpy(p->w[r / 2][i / 8][r % 2], &w, 32);
         }
+    }
 }
 
 // 8 x 8 of 32 bits: halves change places, then each half of four vectors is transposed
@@ -1520,8 +1537,7 @@ INLINE float sum_squares(const Simd *v, const float *x, int64_t n) {
     for (; k + 8 <= n; k += 8) memcpy(&in, x + k, 32), v->fma_or(&in, &in, &l);
     memcpy(part, x + k, sizeof(float) * (size_t)(n - k)); // 0 * 0 changes no lane
     memcpy(&in, part, 32), v->fma_or(&in, &in, &l);
-    memcpy(part, &l, 32);
-    return lanes_fold(part);
+    return vector_fold(&l);
 }
 
 // The largest of x[from] ... x[to - 1]; any order gives the same
@@ -1539,7 +1555,6 @@ INLINE float row_max(const float *x, int64_t from, int64_t to) {
 // EXP of the definition. x = n ln 2 + r with n a whole number and |r| <= ln 2 / 2; e^r by its
 // series to the seventh power (off by 5e-9 of the value), 2^n by adding to the exponent. The
 // rounding to n is the addition of 1.5 * 2^23, which also leaves n in the low bits. NaN stays NaN.
-#define ALL(x) {x, x, x, x, x, x, x, x}
 #define CHOOSE(mask, a, b) ((V8f)(((mask) & (V8i)(a)) | (~(mask) & (V8i)(b))))
 static const V8f exp_low = ALL(-87.0f), exp_high = ALL(88.0f), exp_round = ALL(12582912.0f),
                  log2_e = ALL(1.44269504f),
@@ -1613,20 +1628,22 @@ INLINE void scores(const Simd *v, int nq, bool half, const float *const *q, cons
                    int64_t from, int64_t to, float scale, float *const *out) {
     for (int64_t b = from; b < to; b += 2) { // a pair of blocks keeps the units busy
         const int64_t at = b * d * 8, next = b + 1 < to ? at + 8 * d : at;
-        V8f s[QUERY_TILE][2] = {{{0}}}, key[2];
+        V8f s[QUERY_TILE][2], key[2];
+        UNROLL for (int j = 0; j < nq; j++) s[j][0] = s[j][1] = (V8f){0};
         for (int k = 0; k < d; k++) {
             kv_load(v, half, keys, at + 8 * k, &key[0]);
             kv_load(v, half, keys, next + 8 * k, &key[1]);
             UNROLL for (int j = 0; j < nq; j++) {
-                V8f x = ALL(q[j][k]);
+                V8f x;
+                v->spread(q[j] + k, &x);
                 v->fma_or(&x, &key[0], &s[j][0]), v->fma_or(&x, &key[1], &s[j][1]);
             }
         }
-        for (int j = 0; j < nq; j++)
-            for (int i = 0; i < 2 && b + i < to; i++) {
-                V8f y = s[j][i] * scale;
-                memcpy(out[j] + 8 * (b + i), &y, 32);
-            }
+        UNROLL for (int j = 0; j < nq; j++) {
+            s[j][0] *= scale, s[j][1] *= scale;
+            memcpy(out[j] + 8 * b, &s[j][0], 32);
+            if (b + 1 < to) memcpy(out[j] + 8 * b + 8, &s[j][1], 32);
+        }
     }
 }
 
@@ -1636,21 +1653,26 @@ INLINE void mix_tile(const Simd *v, int nq, bool half, int vectors, const float 
                      const void *values, int d, int k, int64_t from, int64_t to,
                      float *const *out) {
     V8f s[QUERY_TILE][4], x[4];
-    for (int j = 0; j < nq; j++) memcpy(s[j], out[j] + k, 32 * (size_t)vectors);
-    for (int64_t i = from; i < to; i++) {
+    UNROLL for (int j = 0; j < nq; j++)
+        UNROLL for (int z = 0; z < vectors; z++) memcpy(&s[j][z], out[j] + k + 8 * z, 32);
+    int64_t i = from;
+    do { // not for: gcc 12 then keeps the sums in registers
         UNROLL for (int z = 0; z < vectors; z++)
             kv_load(v, half, values, i * d + k + 8 * z, &x[z]);
         UNROLL for (int j = 0; j < nq; j++) {
-            V8f w = ALL(e[j][i]);
+            V8f w;
+            v->spread(e[j] + i, &w);
             UNROLL for (int z = 0; z < vectors; z++) v->fma_or(&w, &x[z], &s[j][z]);
         }
-    }
-    for (int j = 0; j < nq; j++) memcpy(out[j] + k, s[j], 32 * (size_t)vectors);
+    } while (++i < to);
+    UNROLL for (int j = 0; j < nq; j++)
+        UNROLL for (int z = 0; z < vectors; z++) memcpy(out[j] + k + 8 * z, &s[j][z], 32);
 }
 
 INLINE void mix(const Simd *v, int nq, bool half, const float *const *e, const void *values, int d,
                 int64_t from, int64_t to, float *const *out) {
     int k = 0;
+    if (from >= to) return;
     if (nq <= 2) // more dimensions at once where there are fewer queries
         for (; k + 32 <= d; k += 32) mix_tile(v, nq, half, 4, e, values, d, k, from, to, out);
     for (; k + 16 <= d; k += 16) mix_tile(v, nq, half, 2, e, values, d, k, from, to, out);
