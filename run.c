@@ -501,9 +501,9 @@ typedef struct {            // eight blocks of 32 weights, opened: one is (u - o
 
 // Many columns: the rows of a tile are opened a piece of K at a time into a panel that stays in the
 // near cache while all columns pass; part[] keeps eight lanes of every product between two pieces.
-enum { PANEL_ROWS = 32, PANEL_K = 256, PANEL_BLOCKS = 16, PANEL_COLUMNS = 128 }; // at most
+enum { PANEL_ROWS = 32, PANEL_K = 256, PANEL_BLOCKS = 16, PANEL_COLUMNS = 120 }; // at most
 typedef union {
-    float w[PANEL_ROWS * PANEL_K]; // [row / 2][k / 8][row % 2][8]: eight of each row of a pair
+    float w[PANEL_K * PANEL_ROWS]; // [k][row]
     struct {
         // [block][pair][row][which]; pairs 0-7: weights 0 2, 4 6 ...; 8-15: 1 3, 5 7 ...
         int16_t q[PANEL_BLOCKS * 16 * PANEL_ROWS * 2];
@@ -514,14 +514,10 @@ typedef union {
 // The kinds of kernels. Dot: four rows of p->w times n <= COLUMNS columns from `first` on.
 // Pack: weights k ... k + len - 1 of rows row ... into a panel; past the last row it is repeated.
 // Tile: the lanes of a few columns += the panel's weights times len activations of x.
-// Fold: y = the folded lanes (y += them, if more) of n columns.
 enum { COLUMNS = 4 };
-typedef struct PanelKernels PanelKernels;
 typedef void Dot(const Product *p, const int64_t *row, const Acts *x, int first, int n);
 typedef void Pack(const Tensor *t, int64_t row, int64_t k, int len, int rows, Panel *p);
 typedef void Tile(const Format *f, const Panel *p, const Acts *x, int column, int len, float *part);
-typedef void Fold(const PanelKernels *k, const float *part, int n, int rows, bool more, float *y,
-                  int64_t ldy);
 
 struct Format {
     const char *name;
@@ -539,13 +535,12 @@ struct Format {
     Dot *dot[2];           // plain C, vector
 };
 
-struct PanelKernels {
+typedef struct {
     int above;         // so many columns, panels are faster than dots (measured)
     int rows, columns; // of a tile: as many rows has a panel
     Pack *pack;
     Tile *tile;
-    Fold *fold;
-};
+} PanelKernels;
 
 // ---- small floats
 // f16:  | s | exponent 5 | mantissa 10 |      bf16:  the upper half of an f32
@@ -1121,9 +1116,10 @@ QUANTISED(X)
 
 // ---- float weights: dots
 // The last weights of a row; past its end -0, which times 0 changes no lane
-static void last_weights(const Tensor *t, int64_t row, int64_t k, float out[8]) {
-    for (int i = 0; i < 8; i++) out[i] = -0.0f;
-    t->format->expand(t, row, k, (int)MIN(8, t->cols - k), out);
+static void last_weights(const Tensor *t, int64_t row, int64_t k, V8f *w) {
+    float part[8] = ALL(-0.0f);
+    t->format->expand(t, row, k, (int)MIN(8, t->cols - k), part);
+    memcpy(w, part, 32);
 }
 
 // Four rows times cols <= 3 columns, straight from the file
@@ -1132,7 +1128,7 @@ INLINE void float_dot(const Simd *v, const Format *f, int cols, const Product *p
     const Tensor *t = p->w;
     const float *in = x->x + first * x->ldx;
     const uint8_t *at[4];
-    float part[8], y[4][3] = {{0}}; // not p->y: another thread may make the same row once more
+    float y[4][3] = {{0}}; // not p->y: another thread may make the same row once more
     for (int r = 0; r < 4; r++) at[r] = weight_at(t, row[r], 0, 1, f->bytes);
     for (int64_t k = 0; k < t->cols;) {
         V8f l[4][3], w, column[3];
@@ -1151,8 +1147,7 @@ INLINE void float_dot(const Simd *v, const Format *f, int cols, const Product *p
             for (int c = 0; c < cols; c++)
                 for (int r = 0; r < 4; r++) {
                     memcpy(&column[0], in + c * x->ldx + k, 32);
-                    last_weights(t, row[r], k, part);
-                    memcpy(&w, part, 32);
+                    last_weights(t, row[r], k, &w);
                     v->fma_or(&w, &column[0], &l[r][c]);
                 }
         UNROLL for (int r = 0; r < 4; r++)
@@ -1217,20 +1212,6 @@ static void quantise_c(const Acts *a, int row) { quantise(&simd_c, a, row); }
 AVX2_CALL void quantise_avx2(const Acts *a, int row) { quantise(&simd_avx2, a, row); }
 
 // ---- panels: packing, AVX2 on every machine
-AVX2_CALL void float_pack(const Tensor *t, int64_t row, int64_t k, int len, int rows, Panel *p) {
-    const Format *f = t->format;
-    for (int r = 0; r < rows; r++) {
-        const int64_t at = MIN(row + r, t->rows - 1);
-        const uint8_t *in = weight_at(t, at, k, 1, f->bytes);
-        for (int i = 0; i < len; i += 8) {
-            float *out = p->w + r / 2 * 2 * PANEL_K + 2 * i + r % 2 * 8;
-            V8f w;
-            if (i + 8 > len || f->id >= 1000) last_weights(t, at, k + i, out);
-            else load_avx2(f->id, in + f->bytes * i, &w), memcpy(out, &w, 32);
-        }
-    }
-}
-
 // 8 x 8 of 32 bits: halves change places, then each half of four vectors is transposed
 AVX2 void transpose8(__m256i *v) {
     __m256i a[8];
@@ -1253,6 +1234,20 @@ AVX2 void columns_store(__m256i *v, void *out, int step) {
     transpose8(v);
     UNROLL for (int i = 0; i < 8; i++)
         _mm256_storeu_si256((__m256i *)((int32_t *)out + i * step), v[i]);
+}
+
+AVX2_CALL void float_pack(const Tensor *t, int64_t row, int64_t k, int len, int rows, Panel *p) {
+    const Format *f = t->format;
+    for (int r = 0; r < rows; r += 8)
+        for (int i = 0; i < len; i += 8) {
+            V8f w[8];
+            UNROLL for (int z = 0; z < 8; z++) {
+                const int64_t at = MIN(row + r + z, t->rows - 1);
+                if (i + 8 > len || f->id >= 1000) last_weights(t, at, k + i, &w[z]);
+                else load_avx2(f->id, weight_at(t, at, k + i, 1, f->bytes), &w[z]);
+            }
+            columns_store((__m256i *)w, p->w + i * rows + r, rows);
+        }
 }
 
 // Eight rows of n blocks
@@ -1294,20 +1289,18 @@ AVX2_CALL void quantised_pack(const Tensor *t, int64_t row, int64_t k, int len, 
         }
 }
 
-// ---- panels: tiles. A tile is the part of a panel's products that fits in registers: of floats 4
-// registers of weights times columns, eight lanes each; of integers 2 registers of rows times
-// columns. The same text is compiled for registers of 256 and of 512 bits; the dots above wait for
-// memory and need no more than 256.
+// ---- panels: tiles. A tile is the part of a panel's products that fits in registers: the rows of
+// the panel, side by side in two registers, times a few columns, whose activations are broadcast.
+// Its sums: part[tile][lane][column][row]. The same text is compiled for registers of 256 and of
+// 512 bits; the dots above wait for memory and need no more than 256.
 #define AVX512_TARGET \
     __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 #define INLINE_256 AVX2
 #define INLINE_512 AVX512_TARGET __attribute__((always_inline)) static inline
 #define CALL_256 AVX2_CALL
 #define CALL_512 AVX512_TARGET __attribute__((noinline)) static
-enum { FLOATS_256 = 3, FLOATS_512 = 6, INTEGERS_256 = 4, INTEGERS_512 = 8 }; // columns of a tile
+enum { FLOATS_256 = 6, FLOATS_512 = 8, INTEGERS_256 = 4, INTEGERS_512 = 8 }; // columns
 
-INLINE_256 __m256 eight_256(const float *x) { return _mm256_loadu_ps(x); }
-INLINE_512 __m512 eight_512(const float *x) { return _mm512_broadcast_f32x8(_mm256_loadu_ps(x)); }
 INLINE_256 __m256i pairs_add_256(__m256i s, __m256i w, __m256i x) { // s += both products of a pair
     s = _mm256_add_epi32(s, _mm256_madd_epi16(w, x));
     KEEP(s);
@@ -1317,55 +1310,45 @@ INLINE_512 __m512i pairs_add_512(__m512i s, __m512i w, __m512i x) {
     return _mm512_dpwssd_epi32(s, w, x);
 }
 
-// Floats: part[column][row][lane]; a register of 512 bits holds the lanes of two rows.
+// Floats: one lane after the other. x ends at its last column: what comes after is for nobody.
 #define FLOAT_TILE(bits)                                                                          \
-    INLINE_##bits void float_steps_##bits(int cols, const float *w, const float *x, int64_t ldx,  \
-                                          int len, float *part) {                                 \
-        enum { HIGH = bits / 256, ROWS = bits / 16 };                                             \
-        __m##bits l[4][FLOATS_##bits], v[FLOATS_##bits];                                          \
-        UNROLL for (int r = 0; r < 4; r++)                                                        \
+    INLINE_##bits void floats_##bits(int cols, const Panel *p, const Acts *x, int column, int len,\
+                                     float *part) {                                               \
+        enum { COLS = FLOATS_##bits, ROWS = bits / 16 };                                          \
+        const float *in[COLS];                                                                    \
+        UNROLL for (int c = 0; c < cols; c++) in[c] = x->x + MIN(column + c, x->n - 1) * x->ldx;  \
+        for (int l = 0; l < LANES; l++) {                                                         \
+            float *lane = part + (column * LANES + l * COLS) * ROWS;                              \
+            const float *w = p->w + l * ROWS;                                                     \
+            __m##bits s[COLS][2];                                                                 \
             UNROLL for (int c = 0; c < cols; c++)                                                 \
-                l[r][c] = _mm##bits##_loadu_ps(part + (c * ROWS + r * HIGH) * LANES);             \
-        for (int i = 0; i < len; i += 8) {                                                        \
-            UNROLL for (int c = 0; c < cols; c++) {                                               \
-                v[c] = eight_##bits(x + c * ldx + i);                                             \
-                KEEP(v[c]);                                                                       \
+                UNROLL for (int i = 0; i < 2; i++)                                                \
+                    s[c][i] = _mm##bits##_loadu_ps(lane + c * ROWS + i * ROWS / 2);               \
+            for (int k = l; k < len; k += LANES, w += LANES * ROWS) {                             \
+                __m##bits w0 = _mm##bits##_loadu_ps(w), w1 = _mm##bits##_loadu_ps(w + ROWS / 2);  \
+                UNROLL for (int c = 0; c < cols; c++) {                                           \
+                    const __m##bits a = _mm##bits##_set1_ps(in[c][k]);                            \
+                    s[c][0] = _mm##bits##_fmadd_ps(w0, a, s[c][0]);                               \
+                    s[c][1] = _mm##bits##_fmadd_ps(w1, a, s[c][1]);                               \
+                }                                                                                 \
             }                                                                                     \
-            UNROLL for (int r = 0; r < 4; r++) {                                                  \
-                const int at = r * HIGH / 2 * 2 * PANEL_K + r * HIGH % 2 * 8;                     \
-                __m##bits z = _mm##bits##_loadu_ps(w + at + 2 * i);                               \
-                KEEP(z);                                                                          \
-                UNROLL for (int c = 0; c < cols; c++)                                             \
-                    l[r][c] = _mm##bits##_fmadd_ps(z, v[c], l[r][c]);                             \
-            }                                                                                     \
+            UNROLL for (int c = 0; c < cols; c++)                                                 \
+                UNROLL for (int i = 0; i < 2; i++)                                                \
+                    _mm##bits##_storeu_ps(lane + c * ROWS + i * ROWS / 2, s[c][i]);               \
         }                                                                                         \
-        UNROLL for (int r = 0; r < 4; r++)                                                        \
-            UNROLL for (int c = 0; c < cols; c++)                                                 \
-                _mm##bits##_storeu_ps(part + (c * ROWS + r * HIGH) * LANES, l[r][c]);             \
     }                                                                                             \
     CALL_##bits void float_tile_##bits(const Format *f, const Panel *p, const Acts *x, int column,\
                                        int len, float *part) {                                    \
-        enum { ALL_COLS = FLOATS_##bits, SOME = (ALL_COLS + 1) / 2, ROWS = bits / 16 };           \
-        const int end = MIN(column + ALL_COLS, x->n);                                             \
         (void)f;                                                                                  \
-        for (int c = column, cols; c < end; c += cols) {                                          \
-            const float *in = x->x + c * x->ldx;                                                  \
-            cols = end - c == ALL_COLS ? ALL_COLS : end - c >= SOME ? SOME : 1;                   \
-            for (int r = 0; r < ROWS; r += bits / 64) {                                           \
-                const float *w = p->w + r * PANEL_K;                                              \
-                float *to = part + (c * ROWS + r) * LANES;                                        \
-                if (cols == ALL_COLS) float_steps_##bits(ALL_COLS, w, in, x->ldx, len, to);       \
-                else if (cols == SOME) float_steps_##bits(SOME, w, in, x->ldx, len, to);          \
-                else float_steps_##bits(1, w, in, x->ldx, len, to);                               \
-            }                                                                                     \
-        }                                                                                         \
+        enum { FULL = FLOATS_##bits, HALF = FULL / 2 };                                           \
+        if (x->n - column > HALF) floats_##bits(FULL, p, x, column, len, part);                   \
+        else floats_##bits(HALF, p, x, column, len, part);                                        \
     }
 FLOAT_TILE(256)
 FLOAT_TILE(512)
 
-// Integers: pairs of weights of all rows lie side by side; a pair of activations is broadcast and
-// multiplied with all. part[tile][lane][column][row]. step_: a block is done, lane += dx * scale *
-// sum.
+// Integers: a pair of activations is broadcast and multiplied with the pairs of all rows. step_: a
+// block is done, lane += dx * scale * sum.
 #define QUANTISED_TILE(bits)                                                                      \
     INLINE_##bits void step_##bits(int cols, __m##bits##i s[INTEGERS_##bits][2],                  \
                                    const float *scale, const float *const *dx, int block,         \
@@ -1438,32 +1421,6 @@ FLOAT_TILE(512)
 QUANTISED_TILE(256)
 QUANTISED_TILE(512)
 
-AVX2_CALL void float_fold(const PanelKernels *k, const float *part, int n, int rows, bool more,
-                          float *y, int64_t ldy) {
-    for (int c = 0; c < n; c++)
-        for (int r = 0; r < rows; r++) {
-            V8f l;
-            memcpy(&l, part + (c * k->rows + r) * LANES, 32);
-            const float sum = fold_avx2(&l);
-            y[c * ldy + r] = more ? y[c * ldy + r] + sum : sum;
-        }
-}
-
-AVX2_CALL void quantised_fold(const PanelKernels *k, const float *part, int n, int rows, bool more,
-                              float *y, int64_t ldy) {
-    const int s = k->columns * k->rows; // from lane to lane
-    (void)more;
-    for (int c = 0; c < n; c++)
-        for (int r = 0; r < rows; r += 8) {
-            const float *l = part + c / k->columns * LANES * s + c % k->columns * k->rows + r;
-            float out[8];
-            for (int i = 0; i < 8; i++, l++)
-                out[i] = ((l[0] + l[4 * s]) + (l[2 * s] + l[6 * s])) +
-                         ((l[s] + l[5 * s]) + (l[3 * s] + l[7 * s]));
-            memcpy(y + c * ldy + r, out, sizeof(float) * (size_t)MIN(8, rows - r));
-        }
-}
-
 #define VECTOR(name) name
 #else
 #define VECTOR(name) NULL
@@ -1477,11 +1434,11 @@ static const struct {
     {quantise_c, {{.above = INT_MAX}, {.above = INT_MAX}}},
 #ifdef HAVE_X86
     {quantise_avx2,
-     {{16, 16, FLOATS_256, float_pack, float_tile_256, float_fold},
-      {6, 16, INTEGERS_256, quantised_pack, quantised_tile_256, quantised_fold}}},
+     {{16, 16, FLOATS_256, float_pack, float_tile_256},
+      {6, 16, INTEGERS_256, quantised_pack, quantised_tile_256}}},
     {quantise_avx2,
-     {{12, 32, FLOATS_512, float_pack, float_tile_512, float_fold},
-      {4, 32, INTEGERS_512, quantised_pack, quantised_tile_512, quantised_fold}}},
+     {{12, 32, FLOATS_512, float_pack, float_tile_512},
+      {4, 32, INTEGERS_512, quantised_pack, quantised_tile_512}}},
 #endif
 };
 
@@ -1827,6 +1784,19 @@ static void product_dots(const Worker *w, const Acts *x, const Product *p, long 
     }
 }
 
+// y = the folded lanes of n columns (y += them, if more)
+static void panel_fold(const PanelKernels *k, const float *part, int n, int rows, bool more,
+                       float *y, int64_t ldy) {
+    const int s = k->columns * k->rows; // from lane to lane
+    for (int c = 0; c < n; c++)
+        for (int r = 0; r < rows; r++) {
+            const float *l = part + c / k->columns * LANES * s + c % k->columns * k->rows;
+            const float sum = ((l[r] + l[r + 4 * s]) + (l[r + 2 * s] + l[r + 6 * s])) +
+                              ((l[r + s] + l[r + 5 * s]) + (l[r + 3 * s] + l[r + 7 * s]));
+            y[c * ldy + r] = more ? y[c * ldy + r] + sum : sum;
+        }
+}
+
 // The rows of a panel against all columns, PANEL_COLUMNS at a time so that their lanes stay near.
 // Float lanes are folded at every FLOAT_BLOCK, integer lanes at the end of the row.
 static void product_panels(const Worker *w, const Acts *x, const Product *p, long ticket) {
@@ -1849,7 +1819,7 @@ static void product_panels(const Worker *w, const Acts *x, const Product *p, lon
             for (int c = 0; c < n; c += k->columns)
                 k->tile(t->format, &s->panel, &part, c, len, s->part);
             if ((at + len) % fold_every == 0 || at + len == t->cols)
-                k->fold(k, s->part, n, rows, at >= fold_every, y, p->ldy);
+                panel_fold(k, s->part, n, rows, at >= fold_every, y, p->ldy);
         }
     }
 }
