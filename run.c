@@ -499,29 +499,25 @@ typedef struct {            // eight blocks of 32 weights, opened: one is (u - o
     V8i sc[2], mn[2];       // formats of 256 weights: s and m in units of the file's d and dmin
 } Group;
 
-// Many columns: PANEL_ROWS rows are opened a piece of K at a time into a panel that stays in the
+// Many columns: the rows of a tile are opened a piece of K at a time into a panel that stays in the
 // near cache while all columns pass; part[] keeps eight lanes of every product between two pieces.
-enum { PANEL_ROWS = 32, PANEL_K = 256, PANEL_BLOCKS = 16, PANEL_COLUMNS = 128 };
+enum { PANEL_ROWS = 32, PANEL_K = 256, PANEL_BLOCKS = 16, PANEL_COLUMNS = 120 }; // at most
 typedef union {
-    float w[PANEL_ROWS / 2][PANEL_K / 8][2][8]; // pairs of rows, eight weights of each in turn
-    struct {                                    // 16 rows side by side: [block][pair][row][which]
-        int16_t q[PANEL_BLOCKS][16][16][2];     // pairs 0-7: weights 0 2, 4 6 ...; 8-15: 1 3, 5 7
-        float s[PANEL_BLOCKS][2][16], m[PANEL_BLOCKS][2][16];
-    } half[PANEL_ROWS / 16];
+    float w[PANEL_K * PANEL_ROWS]; // [k][row]
+    struct {
+        // [block][pair][row][which]; pairs 0-7: weights 0 2, 4 6 ...; 8-15: 1 3, 5 7 ...
+        int16_t q[PANEL_BLOCKS * 16 * PANEL_ROWS * 2];
+        float s[PANEL_BLOCKS * 2 * PANEL_ROWS], m[PANEL_BLOCKS * 2 * PANEL_ROWS]; // [block][2][row]
+    };
 } Panel;
 
 // The kinds of kernels. Dot: four rows of p->w times n <= COLUMNS columns from `first` on.
 // Pack: weights k ... k + len - 1 of rows row ... into a panel; past the last row it is repeated.
-// Tile: the lanes of a few rows and columns += the panel's weights times len activations of x.
-// Fold: y = the folded lanes (y += them, if more) of n columns.
+// Tile: the lanes of a few columns += the panel's weights times len activations of x.
 enum { COLUMNS = 4 };
-typedef struct PanelKernels PanelKernels;
 typedef void Dot(const Product *p, const int64_t *row, const Acts *x, int first, int n);
-typedef void Pack(const Tensor *t, int64_t row, int64_t k, int len, Panel *p);
-typedef void Tile(const Format *f, const Panel *p, int row, const Acts *x, int column, int len,
-                  float *part);
-typedef void Fold(const PanelKernels *k, const float *part, int n, int rows, bool more, float *y,
-                  int64_t ldy);
+typedef void Pack(const Tensor *t, int64_t row, int64_t k, int len, int rows, Panel *p);
+typedef void Tile(const Format *f, const Panel *p, const Acts *x, int column, int len, float *part);
 
 struct Format {
     const char *name;
@@ -539,13 +535,12 @@ struct Format {
     Dot *dot[2];           // plain C, vector
 };
 
-struct PanelKernels {
+typedef struct {
     int above;         // so many columns, panels are faster than dots (measured)
-    int rows, columns; // of a tile
+    int rows, columns; // of a tile: as many rows has a panel
     Pack *pack;
     Tile *tile;
-    Fold *fold;
-};
+} PanelKernels;
 
 // ---- small floats
 // f16:  | s | exponent 5 | mantissa 10 |      bf16:  the upper half of an f32
@@ -593,6 +588,7 @@ static float f16_at(const uint8_t *p) { return f16_to_f32(u16_at(p)); }
 // once, in GNU C's vectors: compilers make AVX2, SSE2 or NEON code of them, or plain arithmetic on
 // 64-bit words. n: how many of the eight blocks exist (of formats with 256 weights a block, all).
 // What needs instructions that C has no word for (f16, look-up) is left to group_open.
+#define ALL(x) {x, x, x, x, x, x, x, x}
 #define EACH(byte) ((byte) * 0x0101010101010101u) // in each byte of a word
 #define SHIFT(v, left) ((left) > 0 ? (v) << (left) : (v) >> -(left))
 #define MISSING -0.0f // scale of a block that is not there: its step changes no lane, not even -0
@@ -602,8 +598,9 @@ static float f16_at(const uint8_t *p) { return f16_to_f32(u16_at(p)); }
 INLINE void bytes_load(const uint8_t *p, int bytes, int n, Group *g) {
     UNROLL for (int i = 0; i < 8; i++) {
         if (i % 4 == 0 && i >= n) break;
-        memcpy(&g->u[i], p + bytes * MIN(i, n - 1), 32);
-        g->u[i] ^= EACH(128);
+        V32 v; // not into g at once: gcc would copy by halves, and wait to read the whole
+        memcpy(&v, p + bytes * MIN(i, n - 1), 32);
+        g->u[i] = v ^ EACH(128);
     }
 }
 
@@ -689,8 +686,9 @@ INLINE void q5_K_bits(const uint8_t *p, Group *g) {
 // Bit pair i of byte k belongs to weight k of block i in a half of 128.
 INLINE void pairs_load(const uint8_t *p, Group *g) {
     UNROLL for (int i = 0; i < 8; i++) {
-        memcpy(&g->u[i], p + i / 4 * 32, 32);
-        g->u[i] = g->u[i] >> i % 4 * 2 & EACH(3);
+        V32 v;
+        memcpy(&v, p + i / 4 * 32, 32);
+        g->u[i] = v >> i % 4 * 2 & EACH(3);
     }
 }
 
@@ -813,6 +811,8 @@ FLOATS_AND_BIN(X)
 typedef struct {
     void (*fma)(const V8f *a, const V8f *b, V8f *c);       // c += a * b, rounded once
     void (*fma_or)(const V8f *a, const V8f *b, V8f *c);    // or twice where it would be slow
+    void (*spread)(const float *a, V8f *b);                // to all eight
+    float (*fold)(const V8f *l);                           // T of the definition
     void (*floats)(const V8i *a, V8f *b);
     void (*load)(uint32_t id, const uint8_t *p, V8f *v);   // eight weights of f32, f16, bf16
     void (*halves)(const uint8_t *p, int step, int n, V8f *v); // f16: n <= 8 and MISSING ones
@@ -830,6 +830,13 @@ static void fma_c(const V8f *a, const V8f *b, V8f *c) {
 static void fma_or_c(const V8f *a, const V8f *b, V8f *c) {
     if (FMA_IS_FAST) fma_c(a, b, c);
     else *c += *a * *b;
+}
+
+static void spread_c(const float *a, V8f *b) { *b = (V8f)ALL(*a); }
+
+static float fold_c(const V8f *v) {
+    const V8f l = *v;
+    return ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
 }
 
 static void floats_c(const V8i *a, V8f *b) {
@@ -857,8 +864,8 @@ static void fifth_bits_c(const uint8_t *bits, V32 *u) {
 static void sums_c(const V32 *u, int n, const int16_t *q, V8i s[2]) {
     s[0] = s[1] = (V8i){0};
     for (int k = 0; k < 32 * n; k++)
-        s[k % 32 / 16][k / 32] += ((const uint8_t *)u)[k]
-                                  * q[k / 32 * 32 + k % 2 * 16 + k % 32 / 2];
+        s[k % 32 / 16][k / 32] +=
+            ((const uint8_t *)u)[k] * q[k / 32 * 32 + k % 2 * 16 + k / 2 % 16];
 }
 
 static void pack_c(const V8i v[4], int16_t *q, int32_t sum[2]) {
@@ -869,8 +876,8 @@ static void pack_c(const V8i v[4], int16_t *q, int32_t sum[2]) {
     }
 }
 
-static const Simd simd_c = {fma_c,     fma_or_c,     floats_c, load_c, halves_c,
-                            look_up_c, fifth_bits_c, sums_c,   pack_c};
+static const Simd simd_c = {fma_c,  fma_or_c, spread_c,  fold_c,       floats_c, load_c,
+                            halves_c, look_up_c, fifth_bits_c, sums_c,   pack_c};
 
 #ifdef HAVE_X86
 // Vector code is compiled for its instruction set whatever the command line says; isa_best() looks
@@ -882,6 +889,14 @@ static const Simd simd_c = {fma_c,     fma_or_c,     floats_c, load_c, halves_c,
 AVX2 __m256i load32(const void *p) { return _mm256_loadu_si256(p); }
 
 AVX2 void fma_avx2(const V8f *a, const V8f *b, V8f *c) { *c = _mm256_fmadd_ps(*a, *b, *c); }
+
+AVX2 void spread_avx2(const float *a, V8f *b) { *b = _mm256_broadcast_ss(a); }
+
+AVX2 float fold_avx2(const V8f *l) {
+    __m128 a = _mm_add_ps(_mm256_castps256_ps128(*l), _mm256_extractf128_ps(*l, 1));
+    a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+    return _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)));
+}
 
 AVX2 void floats_avx2(const V8i *a, V8f *b) { *b = _mm256_cvtepi32_ps((__m256i)*a); }
 
@@ -948,8 +963,9 @@ AVX2 void pack_avx2(const V8i v[4], int16_t *q, int32_t sum[2]) {
     sum[0] = _mm256_extract_epi32(s, 0), sum[1] = _mm256_extract_epi32(s, 4);
 }
 
-static const Simd simd_avx2 = {fma_avx2,     fma_avx2,        floats_avx2, load_avx2, halves_avx2,
-                               look_up_avx2, fifth_bits_avx2, sums_avx2,   pack_avx2};
+static const Simd simd_avx2 = {fma_avx2,    fma_avx2,  spread_avx2, fold_avx2,
+                               floats_avx2, load_avx2, halves_avx2, look_up_avx2,
+                               fifth_bits_avx2, sums_avx2, pack_avx2};
 #endif
 
 // ---- quantised weights: groups and dots
@@ -999,10 +1015,6 @@ static void quantised_expand(const Tensor *t, int64_t row, int64_t k, int n, flo
             out[j + i] = f->minima ? product + g.m[f->minima == 2 && h][b] : product;
         }
     }
-}
-
-static float lanes_fold(const float *l) {
-    return ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
 }
 
 INLINE void lanes_step(const Simd *v, const V8f *dx, const V8f *scale, const V8i *sum, V8f *lanes) {
@@ -1059,11 +1071,8 @@ INLINE void quantised_dot(const Simd *v, const Format *f, bool known, int scales
             group_step(v, f, scales, minima, &g, (int)(blocks - j), x, first + c, j, &l[r][c]);
     }
     for (int c = 0; c < n; c++)
-        for (int r = 0; r < 4; r++) {
-            float lanes[8];
-            memcpy(lanes, &l[r][c], 32);
-            y->y[(first + c) * y->ldy + row[r]] = lanes_fold(lanes);
-        }
+        for (int r = 0; r < 4; r++)
+            y->y[(first + c) * y->ldy + row[r]] = v->fold(&l[r][c]);
 }
 
 static void quantised_dot_c(const Product *p, const int64_t *row, const Acts *x, int first, int n) {
@@ -1087,13 +1096,10 @@ QUANTISED(X)
 // Several columns: a group is opened once for all
 AVX2_CALL void columns_avx2(const Product *p, const int64_t *row, const Acts *x, int first, int n) {
     const Format *f = p->w->format;
-#define IF(n_scales, n_minima, cols)                                          \
-    if (f->scales == n_scales && f->minima == n_minima && n == cols)          \
-        quantised_dot(&simd_avx2, f, false, n_scales, n_minima, p, row, x, first, cols)
-    IF(1, 0, 4); IF(1, 1, 4); IF(2, 0, 4); IF(2, 2, 4);
-    IF(1, 0, 3); IF(1, 1, 3); IF(2, 0, 3); IF(2, 2, 3);
-    IF(1, 0, 2); IF(1, 1, 2); IF(2, 0, 2); IF(2, 2, 2);
-#undef IF
+    const int s = f->scales, m = f->minima;
+    if (n == 4) quantised_dot(&simd_avx2, f, false, s, m, p, row, x, first, 4);
+    else if (n == 3) quantised_dot(&simd_avx2, f, false, s, m, p, row, x, first, 3);
+    else quantised_dot(&simd_avx2, f, false, s, m, p, row, x, first, 2);
 }
 
 // One column, the case of decode, is compiled for each format
@@ -1109,26 +1115,11 @@ QUANTISED(X)
 #endif
 
 // ---- float weights: dots
-// Eight weights from k on; past the row's end -0, which times 0 changes no lane
-INLINE void eight_weights(const Simd *v, const Format *f, const Tensor *t, int64_t row, int64_t k,
-                          V8f *w) {
-    if (k + 8 <= t->cols && f != &formats[F_bin]) {
-        v->load(f->id, weight_at(t, row, k, 1, f->bytes), w);
-        return;
-    }
-    float part[8] = {-0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f};
-    f->expand(t, row, k, (int)MIN(8, t->cols - k), part);
+// The last weights of a row; past its end -0, which times 0 changes no lane
+static void last_weights(const Tensor *t, int64_t row, int64_t k, V8f *w) {
+    float part[8] = ALL(-0.0f);
+    t->format->expand(t, row, k, (int)MIN(8, t->cols - k), part);
     memcpy(w, part, 32);
-}
-
-INLINE void float_steps(const Simd *v, const Format *f, int cols, const Tensor *t,
-                        const int64_t *row, int64_t k, const float *x, int64_t ldx, V8f l[4][3]) {
-    V8f w, in[3];
-    UNROLL for (int c = 0; c < cols; c++) memcpy(&in[c], x + c * ldx + k, 32);
-    UNROLL for (int r = 0; r < 4; r++) {
-        eight_weights(v, f, t, row[r], k, &w);
-        UNROLL for (int c = 0; c < cols; c++) v->fma_or(&w, &in[c], &l[r][c]);
-    }
 }
 
 // Four rows times cols <= 3 columns, straight from the file
@@ -1136,16 +1127,33 @@ INLINE void float_dot(const Simd *v, const Format *f, int cols, const Product *p
                       const int64_t *row, const Acts *x, int first) {
     const Tensor *t = p->w;
     const float *in = x->x + first * x->ldx;
-    float y[4][3] = {{0}}, lanes[8]; // not p->y: another thread may make the same row once more
-    for (int64_t k = 0, end; k < t->cols; k = end) {
-        V8f l[4][3] = {{{0}}};
-        end = MIN(t->cols, k + FLOAT_BLOCK);
-        for (; k + 8 <= end; k += 8) float_steps(v, f, cols, t, row, k, in, x->ldx, l);
-        if (k < end) float_steps(v, f, cols, t, row, k, in, x->ldx, l);
-        for (int r = 0; r < 4; r++)
-            for (int c = 0; c < cols; c++) {
-                memcpy(lanes, &l[r][c], 32);
-                y[r][c] = end > FLOAT_BLOCK ? y[r][c] + lanes_fold(lanes) : lanes_fold(lanes);
+    const uint8_t *at[4];
+    float y[4][3] = {{0}}; // not p->y: another thread may make the same row once more
+    for (int r = 0; r < 4; r++) at[r] = weight_at(t, row[r], 0, 1, f->bytes);
+    for (int64_t k = 0; k < t->cols;) {
+        V8f l[4][3], w, column[3];
+        const int64_t end = MIN(t->cols, k + FLOAT_BLOCK);
+        const bool more = k;
+        UNROLL for (int r = 0; r < 4; r++)
+            UNROLL for (int c = 0; c < cols; c++) l[r][c] = (V8f){0};
+        for (; k + 8 <= end && f->id < 1000; k += 8) {
+            UNROLL for (int c = 0; c < cols; c++) memcpy(&column[c], in + c * x->ldx + k, 32);
+            UNROLL for (int r = 0; r < 4; r++) {
+                v->load(f->id, at[r] + k * f->bytes, &w);
+                UNROLL for (int c = 0; c < cols; c++) v->fma_or(&w, &column[c], &l[r][c]);
+            }
+        }
+        for (; k < end; k += 8)
+            for (int c = 0; c < cols; c++)
+                for (int r = 0; r < 4; r++) {
+                    memcpy(&column[0], in + c * x->ldx + k, 32);
+                    last_weights(t, row[r], k, &w);
+                    v->fma_or(&w, &column[0], &l[r][c]);
+                }
+        UNROLL for (int r = 0; r < 4; r++)
+            UNROLL for (int c = 0; c < cols; c++) {
+                float sum = v->fold(&l[r][c]);
+                y[r][c] = more ? y[r][c] + sum : sum;
             }
     }
     for (int r = 0; r < 4; r++)
@@ -1184,15 +1192,15 @@ INLINE void quantise(const Simd *v, const Acts *a, int row) {
             V8i bits = (V8i)in[i] & 0x7FFFFFFF;
             big = bits > m, m = (bits & big) | (m & ~big);
         }
-        int32_t top = m[0];
-        for (int i = 1; i < 8; i++) top = MAX(top, m[i]);
-        const float most = f32_of_bits((uint32_t)top);
+        const int32_t top[4] = {MAX(m[0], m[4]), MAX(m[1], m[5]), MAX(m[2], m[6]), MAX(m[3], m[7])};
+        const int32_t two[2] = {MAX(top[0], top[2]), MAX(top[1], top[3])};
+        const float most = f32_of_bits((uint32_t)MAX(two[0], two[1]));
         const bool finite = most < INFINITY, some = finite && most >= 0x1p-100f;
         dx[j] = !finite ? NAN : some ? most / 32767 : 0;
         const float r = some ? 32767 / most : 0;
         UNROLL for (int i = 0; i < 4; i++) {
-            V8f rounded = in[i] * r + magic;
-            out[i] = some ? (V8i)rounded - 0x4B400000 : (V8i){0};
+            V8f rounded = in[i] * r + magic; // where dx is NaN, it may be anything
+            out[i] = (V8i)rounded - 0x4B400000;
         }
         v->pack(out, q, sums);
         sum[j] = sums[0], sum[j + a->ldb] = sums[1];
@@ -1204,15 +1212,6 @@ static void quantise_c(const Acts *a, int row) { quantise(&simd_c, a, row); }
 AVX2_CALL void quantise_avx2(const Acts *a, int row) { quantise(&simd_avx2, a, row); }
 
 // ---- panels: packing, AVX2 on every machine
-AVX2_CALL void float_pack(const Tensor *t, int64_t row, int64_t k, int len, Panel *p) {
-    for (int r = 0; r < PANEL_ROWS; r++)
-        for (int i = 0; i < len; i += 8) {
-            V8f w;
-            eight_weights(&simd_avx2, t->format, t, MIN(row + r, t->rows - 1), k + i, &w);
-            memcpy(p->w[r / 2][i / 8][r % 2], &w, 32);
-        }
-}
-
 // 8 x 8 of 32 bits: halves change places, then each half of four vectors is transposed
 AVX2 void transpose8(__m256i *v) {
     __m256i a[8];
@@ -1237,59 +1236,71 @@ AVX2 void columns_store(__m256i *v, void *out, int step) {
         _mm256_storeu_si256((__m256i *)((int32_t *)out + i * step), v[i]);
 }
 
-// Eight rows of n blocks
-AVX2 void groups_pack(const Format *f, const Group *g, int n, int block, int r, Panel *p) {
-    const __m256i offset = _mm256_set1_epi16((int16_t)f->offset), byte = _mm256_set1_epi16(255);
-    __m256i v[8];
-    for (int i = 0; i < n; i++) {
-        int16_t *q = p->half[r / 16].q[block + i][0][r % 16];
-        UNROLL for (int z = 0; z < 8; z++)
-            v[z] = _mm256_sub_epi16(_mm256_and_si256((__m256i)g[z].u[i], byte), offset);
-        columns_store(v, q, 16);
-        UNROLL for (int z = 0; z < 8; z++)
-            v[z] = _mm256_sub_epi16(_mm256_srli_epi16((__m256i)g[z].u[i], 8), offset);
-        columns_store(v, q + 8 * 16 * 2, 16);
-    }
-    for (int i = 0; i < f->scales; i++) {
-        UNROLL for (int z = 0; z < 8; z++) v[z] = _mm256_castps_si256(g[z].s[i]);
-        columns_store(v, &p->half[r / 16].s[block][i][r % 16], 2 * 16);
-    }
-    for (int i = 0; i < f->minima; i++) {
-        UNROLL for (int z = 0; z < 8; z++) v[z] = _mm256_castps_si256(g[z].m[i]);
-        columns_store(v, &p->half[r / 16].m[block][i][r % 16], 2 * 16);
-    }
-}
-
-AVX2_CALL void quantised_pack(const Tensor *t, int64_t row, int64_t k, int len, Panel *p) {
+AVX2_CALL void float_pack(const Tensor *t, int64_t row, int64_t k, int len, int rows, Panel *p) {
     const Format *f = t->format;
-    const size_t at = (size_t)(k / f->block * f->bytes);
-    const size_t bytes = (size_t)(256 / f->block * f->bytes);
-    Group g[8];
-    for (int r = 0; r < PANEL_ROWS; r += 8)
-        for (int b = 0; b < len / 32; b += 8) {
-            int n = MIN(8, len / 32 - b);
-            for (int i = 0; i < 8; i++) {
-                const uint8_t *in = weight_at(t, MIN(row + r + i, t->rows - 1), 0, 1, 0);
-                f->open(t, in + at + (size_t)(b / 8) * bytes, n, &g[i]);
+    for (int r = 0; r < rows; r += 8)
+        for (int i = 0; i < len; i += 8) {
+            V8f w[8];
+            UNROLL for (int z = 0; z < 8; z++) {
+                const int64_t at = MIN(row + r + z, t->rows - 1);
+                if (i + 8 > len || f->id >= 1000) last_weights(t, at, k + i, &w[z]);
+                else load_avx2(f->id, weight_at(t, at, k + i, 1, f->bytes), &w[z]);
             }
-            groups_pack(f, g, n, b, r, p);
+            columns_store((__m256i *)w, p->w + i * rows + r, rows);
         }
 }
 
-// ---- panels: tiles. A tile is the part of a panel's products that fits in registers: of floats 4
-// registers of weights times columns, eight lanes each; of integers 2 registers of rows times
-// columns. The same text is compiled for registers of 256 and of 512 bits; the dots above wait for
-// memory and need no more than 256.
+// Eight rows of n blocks
+AVX2 void groups_pack(const Format *f, const Group *g, int n, int block, int r, int rows,
+                      Panel *p) {
+    const __m256i offset = _mm256_set1_epi16((int16_t)f->offset), byte = _mm256_set1_epi16(255);
+    float *s = p->s + block * 2 * rows + r, *m = p->m + block * 2 * rows + r;
+    __m256i v[8];
+    for (int i = 0; i < n; i++) {
+        int16_t *q = p->q + ((block + i) * 16 * rows + r) * 2;
+        UNROLL for (int z = 0; z < 8; z++)
+            v[z] = _mm256_sub_epi16(_mm256_and_si256((__m256i)g[z].u[i], byte), offset);
+        columns_store(v, q, rows);
+        UNROLL for (int z = 0; z < 8; z++)
+            v[z] = _mm256_sub_epi16(_mm256_srli_epi16((__m256i)g[z].u[i], 8), offset);
+        columns_store(v, q + 8 * rows * 2, rows);
+    }
+    for (int i = 0; i < f->scales; i++, s += rows) {
+        UNROLL for (int z = 0; z < 8; z++) v[z] = (__m256i)g[z].s[i];
+        columns_store(v, s, 2 * rows);
+    }
+    for (int i = 0; i < f->minima; i++, m += rows) {
+        UNROLL for (int z = 0; z < 8; z++) v[z] = (__m256i)g[z].m[i];
+        columns_store(v, m, 2 * rows);
+    }
+}
+
+AVX2_CALL void quantised_pack(const Tensor *t, int64_t row, int64_t k, int len, int rows,
+                              Panel *p) {
+    const Format *f = t->format;
+    const uint8_t *in = t->data + k / f->block * f->bytes;
+    const int bytes = 256 / f->block * f->bytes;
+    Group g[8];
+    for (int b = 0; b < len / 32; b += 8, in += bytes)
+        for (int r = 0, n = MIN(8, len / 32 - b); r < rows; r += 8) {
+            for (int i = 0; i < 8; i++)
+                f->open(t, in + (size_t)MIN(row + r + i, t->rows - 1) * t->stride, n, &g[i]);
+            groups_pack(f, g, n, b, r, rows, p);
+        }
+}
+
+// ---- panels: tiles. A tile is the part of a panel's products that fits in registers: the rows of
+// the panel, side by side in two registers, times a few columns, whose activations are broadcast.
+// Its sums: part[tile][lane][column][row]. The same text is compiled for registers of 256 and of
+// 512 bits; the dots above wait for memory and need no more than 256.
 #define AVX512_TARGET \
     __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 #define INLINE_256 AVX2
 #define INLINE_512 AVX512_TARGET __attribute__((always_inline)) static inline
 #define CALL_256 AVX2_CALL
 #define CALL_512 AVX512_TARGET __attribute__((noinline)) static
-enum { FLOATS_256 = 3, FLOATS_512 = 6, INTEGERS_256 = 4, INTEGERS_512 = 8 }; // columns of a tile
+enum { FLOATS_256 = 6, FLOATS_512 = 8, INTEGERS_256 = 4, INTEGERS_512 = 8 }; // columns
 
-INLINE_256 __m256 eight_256(const float *x) { return _mm256_loadu_ps(x); }
-INLINE_512 __m512 eight_512(const float *x) { return _mm512_broadcast_f32x8(_mm256_loadu_ps(x)); }
 INLINE_256 __m256i pairs_add_256(__m256i s, __m256i w, __m256i x) { // s += both products of a pair
     s = _mm256_add_epi32(s, _mm256_madd_epi16(w, x));
     KEEP(s);
@@ -1299,77 +1310,53 @@ INLINE_512 __m512i pairs_add_512(__m512i s, __m512i w, __m512i x) {
     return _mm512_dpwssd_epi32(s, w, x);
 }
 
-// Floats: part[column][row][lane]; a register of 512 bits holds the lanes of two rows.
+// Floats: one lane after the other. x ends at its last column: what comes after is for nobody.
 #define FLOAT_TILE(bits)                                                                          \
-    INLINE_##bits void float_steps_##bits(int cols, const float *w, const float *x, int64_t ldx,  \
-                                          int len, float *part) {                                 \
-        enum { HIGH = bits / 256 };                                                               \
-        __m##bits l[4][FLOATS_##bits], v[FLOATS_##bits];                                          \
-        UNROLL for (int r = 0; r < 4; r++)                                                        \
+    INLINE_##bits void floats_##bits(int cols, const Panel *p, const Acts *x, int column, int len,\
+                                     float *part) {                                               \
+        enum { COLS = FLOATS_##bits, ROWS = bits / 16 };                                          \
+        const float *in[COLS];                                                                    \
+        UNROLL for (int c = 0; c < cols; c++) in[c] = x->x + MIN(column + c, x->n - 1) * x->ldx;  \
+        for (int l = 0; l < LANES; l++) {                                                         \
+            float *lane = part + (column * LANES + l * COLS) * ROWS;                              \
+            const float *w = p->w + l * ROWS;                                                     \
+            __m##bits s[COLS][2];                                                                 \
             UNROLL for (int c = 0; c < cols; c++)                                                 \
-                l[r][c] = _mm##bits##_loadu_ps(part + (c * PANEL_ROWS + r * HIGH) * LANES);       \
-        for (int i = 0; i < len; i += 8) {                                                        \
-            UNROLL for (int c = 0; c < cols; c++) {                                               \
-                v[c] = eight_##bits(x + c * ldx + i);                                             \
-                KEEP(v[c]);                                                                       \
+                UNROLL for (int i = 0; i < 2; i++)                                                \
+                    s[c][i] = _mm##bits##_loadu_ps(lane + c * ROWS + i * ROWS / 2);               \
+            for (int k = l; k < len; k += LANES, w += LANES * ROWS) {                             \
+                __m##bits w0 = _mm##bits##_loadu_ps(w), w1 = _mm##bits##_loadu_ps(w + ROWS / 2);  \
+                UNROLL for (int c = 0; c < cols; c++) {                                           \
+                    const __m##bits a = _mm##bits##_set1_ps(in[c][k]);                            \
+                    s[c][0] = _mm##bits##_fmadd_ps(w0, a, s[c][0]);                               \
+                    s[c][1] = _mm##bits##_fmadd_ps(w1, a, s[c][1]);                               \
+                }                                                                                 \
             }                                                                                     \
-            UNROLL for (int r = 0; r < 4; r++) {                                                  \
-                const int at = r * HIGH / 2 * 2 * PANEL_K + r * HIGH % 2 * 8;                     \
-                __m##bits z = _mm##bits##_loadu_ps(w + at + 2 * i);                               \
-                KEEP(z);                                                                          \
-                UNROLL for (int c = 0; c < cols; c++)                                             \
-                    l[r][c] = _mm##bits##_fmadd_ps(z, v[c], l[r][c]);                             \
-            }                                                                                     \
+            UNROLL for (int c = 0; c < cols; c++)                                                 \
+                UNROLL for (int i = 0; i < 2; i++)                                                \
+                    _mm##bits##_storeu_ps(lane + c * ROWS + i * ROWS / 2, s[c][i]);               \
         }                                                                                         \
-        UNROLL for (int r = 0; r < 4; r++)                                                        \
-            UNROLL for (int c = 0; c < cols; c++)                                                 \
-                _mm##bits##_storeu_ps(part + (c * PANEL_ROWS + r * HIGH) * LANES, l[r][c]);       \
     }                                                                                             \
-    CALL_##bits void float_tile_##bits(const Format *f, const Panel *p, int row, const Acts *x,   \
-                                       int column, int len, float *part) {                        \
-        enum { ALL = FLOATS_##bits, SOME = (ALL + 1) / 2 };                                       \
-        const int end = MIN(column + ALL, x->n);                                                  \
+    CALL_##bits void float_tile_##bits(const Format *f, const Panel *p, const Acts *x, int column,\
+                                       int len, float *part) {                                    \
         (void)f;                                                                                  \
-        for (int c = column, cols; c < end; c += cols) {                                          \
-            const float *in = x->x + c * x->ldx;                                                  \
-            cols = end - c == ALL ? ALL : end - c >= SOME ? SOME : 1;                             \
-            for (int r = row; r < row + bits / 16; r += bits / 64) {                              \
-                const float *w = p->w[r / 2][0][0];                                               \
-                float *to = part + (c * PANEL_ROWS + r) * LANES;                                  \
-                if (cols == ALL) float_steps_##bits(ALL, w, in, x->ldx, len, to);                 \
-                else if (cols == SOME) float_steps_##bits(SOME, w, in, x->ldx, len, to);          \
-                else float_steps_##bits(1, w, in, x->ldx, len, to);                               \
-            }                                                                                     \
-        }                                                                                         \
+        enum { FULL = FLOATS_##bits, HALF = FULL / 2 };                                           \
+        if (x->n - column > HALF) floats_##bits(FULL, p, x, column, len, part);                   \
+        else floats_##bits(HALF, p, x, column, len, part);                                        \
     }
 FLOAT_TILE(256)
 FLOAT_TILE(512)
 
-// Integers: pairs of weights of all rows lie side by side; a pair of activations is broadcast and
-// multiplied with all. part[tile][lane][column][row]. pair_: one pair times all columns. step_: a
-// block is done, lane += dx * scale * sum. w is the first of the two registers' rows in the panel,
-// the second's are `next` bytes on.
+// Integers: a pair of activations is broadcast and multiplied with the pairs of all rows. step_: a
+// block is done, lane += dx * scale * sum.
 #define QUANTISED_TILE(bits)                                                                      \
-    INLINE_##bits void pair_##bits(int cols, const int16_t *w0, const int16_t *w1,                \
-                                   const int16_t *const *q, int at,                               \
-                                   __m##bits##i s[INTEGERS_##bits][2]) {                          \
-        __m##bits##i v0 = _mm##bits##_loadu_si##bits((const void *)w0);                           \
-        __m##bits##i v1 = _mm##bits##_loadu_si##bits((const void *)w1);                           \
-        UNROLL for (int c = 0; c < cols; c++) {                                                   \
-            int32_t two;                                                                          \
-            memcpy(&two, q[c] + at, 4);                                                           \
-            __m##bits##i x = _mm##bits##_set1_epi32(two);                                         \
-            s[c][0] = pairs_add_##bits(s[c][0], v0, x);                                           \
-            s[c][1] = pairs_add_##bits(s[c][1], v1, x);                                           \
-        }                                                                                         \
-    }                                                                                             \
     INLINE_##bits void step_##bits(int cols, __m##bits##i s[INTEGERS_##bits][2],                  \
-                                   const float *scale0, const float *scale1,                      \
-                                   const float *const *dx, int block, float *lane) {              \
+                                   const float *scale, const float *const *dx, int block,         \
+                                   float *lane) {                                                 \
         UNROLL for (int c = 0; c < cols; c++) {                                                   \
             const __m##bits d = _mm##bits##_set1_ps(dx[c][block]);                                \
             UNROLL for (int i = 0; i < 2; i++, lane += bits / 32) {                               \
-                __m##bits w = _mm##bits##_mul_ps(d, _mm##bits##_loadu_ps(i ? scale1 : scale0));   \
+                __m##bits w = _mm##bits##_mul_ps(d, _mm##bits##_loadu_ps(scale + i * bits / 32)); \
                 __m##bits v = _mm##bits##_cvtepi32_ps(s[c][i]);                                   \
                 v = _mm##bits##_fmadd_ps(w, v, _mm##bits##_loadu_ps(lane));                       \
                 _mm##bits##_storeu_ps(lane, v);                                                   \
@@ -1377,11 +1364,10 @@ FLOAT_TILE(512)
             }                                                                                     \
         }                                                                                         \
     }                                                                                             \
-    INLINE_##bits void blocks_##bits(int cols, int scales, int minima, const Panel *p, int row,  \
+    INLINE_##bits void blocks_##bits(int cols, int scales, int minima, const Panel *p,            \
                                      const Acts *x, int column, int len, float *part) {           \
         enum { COLS = INTEGERS_##bits, ROWS = bits / 16 };                                        \
-        const int h0 = row / 16, h1 = (row + ROWS / 2) / 16, r1 = ROWS / 2 % 16;                  \
-        const int16_t *q[COLS];                                                                   \
+        const int16_t *q[COLS], *w = p->q;                                                        \
         const float *dx[COLS];                                                                    \
         const int32_t *sum[COLS];                                                                 \
         __m##bits##i s[COLS][2];                                                                  \
@@ -1392,69 +1378,49 @@ FLOAT_TILE(512)
             sum[c] = x->sum + 2 * at * x->ldb;                                                    \
             s[c][0] = s[c][1] = _mm##bits##_setzero_si##bits();                                   \
         }                                                                                         \
-        for (int b = 0; b < len / 32; b++) {                                                      \
-            float *lane = part + (column * PANEL_ROWS + row * COLS) * LANES + b % 8 * COLS * ROWS;\
+        for (int b = 0; b < len / 32; b++, w += 16 * ROWS * 2) {                                  \
+            float *lane = part + (column * LANES + b % LANES * COLS) * ROWS;                      \
             UNROLL for (int h = 0; h < scales; h++) { /* pairs of a half: 0-3, 8-11; 4-7, 12-15 */\
-                const int n = 8 / scales, k = n * h;                                              \
-                UNROLL for (int i = k; i < k + n; i++)                                            \
-                    pair_##bits(cols, p->half[h0].q[b][i][0], p->half[h1].q[b][i][r1], q, 2 * i,  \
-                                s);                                                               \
-                UNROLL for (int i = 8 + k; i < 8 + k + n; i++)                                    \
-                    pair_##bits(cols, p->half[h0].q[b][i][0], p->half[h1].q[b][i][r1], q, 2 * i,  \
-                                s);                                                               \
-                step_##bits(cols, s, p->half[h0].s[b][h], p->half[h1].s[b][h] + r1, dx, b, lane); \
+                UNROLL for (int z = 0; z < 2; z++)                                                \
+                    UNROLL for (int i = 0; i < 8 / scales; i++) {                                 \
+                        const int pair = 8 * z + 4 * h + i;                                       \
+                        const int16_t *at = w + pair * ROWS * 2;                                  \
+                        __m##bits##i w0 = _mm##bits##_loadu_si##bits((const void *)at);           \
+                        __m##bits##i w1 = _mm##bits##_loadu_si##bits((const void *)(at + ROWS));  \
+                        UNROLL for (int c = 0; c < cols; c++) {                                   \
+                            int32_t two;                                                          \
+                            memcpy(&two, q[c] + 2 * pair, 4);                                     \
+                            __m##bits##i a = _mm##bits##_set1_epi32(two);                         \
+                            s[c][0] = pairs_add_##bits(s[c][0], w0, a);                           \
+                            s[c][1] = pairs_add_##bits(s[c][1], w1, a);                           \
+                        }                                                                         \
+                    }                                                                             \
+                step_##bits(cols, s, p->s + (2 * b + h) * ROWS, dx, b, lane);                     \
             }                                                                                     \
             UNROLL for (int h = 0; h < minima; h++) {                                             \
                 UNROLL for (int c = 0; c < cols; c++)                                             \
                     s[c][0] = s[c][1] = _mm##bits##_set1_epi32(                                   \
                         minima == 2 ? sum[c][b + h * x->ldb] : sum[c][b] + sum[c][b + x->ldb]);   \
-                step_##bits(cols, s, p->half[h0].m[b][h], p->half[h1].m[b][h] + r1, dx, b, lane); \
+                step_##bits(cols, s, p->m + (2 * b + h) * ROWS, dx, b, lane);                     \
             }                                                                                     \
             UNROLL for (int c = 0; c < cols; c++) q[c] += 32;                                     \
         }                                                                                         \
     }                                                                                             \
-    CALL_##bits void quantised_tile_##bits(const Format *f, const Panel *p, int row,              \
-                                           const Acts *x, int column, int len, float *part) {     \
-        enum { ALL = INTEGERS_##bits };                                                           \
-        const bool few = x->n - column <= 4 && ALL > 4;                                           \
-        if (f->minima == 2) blocks_##bits(ALL, 2, 2, p, row, x, column, len, part);               \
-        else if (f->scales == 2)                                                                  \
-            if (few) blocks_##bits(4, 2, 0, p, row, x, column, len, part);                        \
-            else blocks_##bits(ALL, 2, 0, p, row, x, column, len, part);                          \
-        else if (f->minima)                                                                       \
-            if (few) blocks_##bits(4, 1, 1, p, row, x, column, len, part);                        \
-            else blocks_##bits(ALL, 1, 1, p, row, x, column, len, part);                          \
-        else if (few) blocks_##bits(4, 1, 0, p, row, x, column, len, part);                       \
-        else blocks_##bits(ALL, 1, 0, p, row, x, column, len, part);                              \
+    INLINE_##bits void kinds_##bits(int cols, const Format *f, const Panel *p, const Acts *x,     \
+                                    int column, int len, float *part) {                           \
+        if (f->minima == 2) blocks_##bits(cols, 2, 2, p, x, column, len, part);                   \
+        else if (f->scales == 2) blocks_##bits(cols, 2, 0, p, x, column, len, part);              \
+        else if (f->minima) blocks_##bits(cols, 1, 1, p, x, column, len, part);                   \
+        else blocks_##bits(cols, 1, 0, p, x, column, len, part);                                  \
+    }                                                                                             \
+    CALL_##bits void quantised_tile_##bits(const Format *f, const Panel *p, const Acts *x,        \
+                                           int column, int len, float *part) {                    \
+        if (x->n - column > 4) kinds_##bits(INTEGERS_##bits, f, p, x, column, len, part);         \
+        else kinds_##bits(4, f, p, x, column, len, part);                                         \
     }
 QUANTISED_TILE(256)
 QUANTISED_TILE(512)
 
-AVX2_CALL void float_fold(const PanelKernels *k, const float *part, int n, int rows, bool more,
-                          float *y, int64_t ldy) {
-    (void)k;
-    for (int c = 0; c < n; c++)
-        for (int r = 0; r < rows; r++) {
-            float sum = lanes_fold(part + (c * PANEL_ROWS + r) * LANES);
-            y[c * ldy + r] = more ? y[c * ldy + r] + sum : sum;
-        }
-}
-
-AVX2_CALL void quantised_fold(const PanelKernels *k, const float *part, int n, int rows, bool more,
-                              float *y, int64_t ldy) {
-    const int s = k->columns * k->rows; // from lane to lane
-    (void)more;
-    for (int c = 0; c < n; c++)
-        for (int r = 0; r < rows; r += 8) {
-            const int tile = (c / k->columns * PANEL_ROWS / k->rows + r / k->rows) * LANES * s;
-            const float *l = part + tile + c % k->columns * k->rows + r % k->rows;
-            float out[8];
-            for (int i = 0; i < 8; i++, l++)
-                out[i] = ((l[0] + l[4 * s]) + (l[2 * s] + l[6 * s])) +
-                         ((l[s] + l[5 * s]) + (l[3 * s] + l[7 * s]));
-            memcpy(y + c * ldy + r, out, sizeof(float) * (size_t)MIN(8, rows - r));
-        }
-}
 #define VECTOR(name) name
 #else
 #define VECTOR(name) NULL
@@ -1468,11 +1434,11 @@ static const struct {
     {quantise_c, {{.above = INT_MAX}, {.above = INT_MAX}}},
 #ifdef HAVE_X86
     {quantise_avx2,
-     {{16, 16, FLOATS_256, float_pack, float_tile_256, float_fold},
-      {6, 16, INTEGERS_256, quantised_pack, quantised_tile_256, quantised_fold}}},
+     {{16, 16, FLOATS_256, float_pack, float_tile_256},
+      {6, 16, INTEGERS_256, quantised_pack, quantised_tile_256}}},
     {quantise_avx2,
-     {{12, 32, FLOATS_512, float_pack, float_tile_512, float_fold},
-      {4, 32, INTEGERS_512, quantised_pack, quantised_tile_512, quantised_fold}}},
+     {{12, 32, FLOATS_512, float_pack, float_tile_512},
+      {4, 32, INTEGERS_512, quantised_pack, quantised_tile_512}}},
 #endif
 };
 
@@ -1520,8 +1486,7 @@ INLINE float sum_squares(const Simd *v, const float *x, int64_t n) {
     for (; k + 8 <= n; k += 8) memcpy(&in, x + k, 32), v->fma_or(&in, &in, &l);
     memcpy(part, x + k, sizeof(float) * (size_t)(n - k)); // 0 * 0 changes no lane
     memcpy(&in, part, 32), v->fma_or(&in, &in, &l);
-    memcpy(part, &l, 32);
-    return lanes_fold(part);
+    return v->fold(&l);
 }
 
 // The largest of x[from] ... x[to - 1]; any order gives the same
@@ -1539,7 +1504,6 @@ INLINE float row_max(const float *x, int64_t from, int64_t to) {
 // EXP of the definition. x = n ln 2 + r with n a whole number and |r| <= ln 2 / 2; e^r by its
 // series to the seventh power (off by 5e-9 of the value), 2^n by adding to the exponent. The
 // rounding to n is the addition of 1.5 * 2^23, which also leaves n in the low bits. NaN stays NaN.
-#define ALL(x) {x, x, x, x, x, x, x, x}
 #define CHOOSE(mask, a, b) ((V8f)(((mask) & (V8i)(a)) | (~(mask) & (V8i)(b))))
 static const V8f exp_low = ALL(-87.0f), exp_high = ALL(88.0f), exp_round = ALL(12582912.0f),
                  log2_e = ALL(1.44269504f),
@@ -1582,20 +1546,8 @@ INLINE float exps(const Simd *v, float *x, int64_t from, int64_t to, float max) 
     }
     memcpy(l, &sum, 32);
     for (; i < to; i++) l[i & 7] += x[i] = exp_one(v, x[i] - max);
-    return lanes_fold(l);
-}
-
-// out = silu(gate) * up
-INLINE void swiglu(const Simd *v, float *out, const float *gate, const float *up, int64_t n) {
-    int64_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        V8f g, e, u;
-        memcpy(&g, gate + i, 32), memcpy(&u, up + i, 32);
-        e = -g, exp8(v, &e);
-        u *= g / (1.0f + e);
-        memcpy(out + i, &u, 32);
-    }
-    for (; i < n; i++) out[i] = gate[i] / (1.0f + exp_one(v, -gate[i])) * up[i];
+    memcpy(&sum, l, 32);
+    return v->fold(&sum);
 }
 
 /* Attention over the cache of one kv head. Keys lie eight positions to a block, [block][d][8], so
@@ -1613,20 +1565,22 @@ INLINE void scores(const Simd *v, int nq, bool half, const float *const *q, cons
                    int64_t from, int64_t to, float scale, float *const *out) {
     for (int64_t b = from; b < to; b += 2) { // a pair of blocks keeps the units busy
         const int64_t at = b * d * 8, next = b + 1 < to ? at + 8 * d : at;
-        V8f s[QUERY_TILE][2] = {{{0}}}, key[2];
+        V8f s[QUERY_TILE][2], key[2];
+        UNROLL for (int j = 0; j < nq; j++) s[j][0] = s[j][1] = (V8f){0};
         for (int k = 0; k < d; k++) {
             kv_load(v, half, keys, at + 8 * k, &key[0]);
             kv_load(v, half, keys, next + 8 * k, &key[1]);
             UNROLL for (int j = 0; j < nq; j++) {
-                V8f x = ALL(q[j][k]);
+                V8f x;
+                v->spread(q[j] + k, &x);
                 v->fma_or(&x, &key[0], &s[j][0]), v->fma_or(&x, &key[1], &s[j][1]);
             }
         }
-        for (int j = 0; j < nq; j++)
-            for (int i = 0; i < 2 && b + i < to; i++) {
-                V8f y = s[j][i] * scale;
-                memcpy(out[j] + 8 * (b + i), &y, 32);
-            }
+        UNROLL for (int j = 0; j < nq; j++) {
+            s[j][0] *= scale, s[j][1] *= scale;
+            memcpy(out[j] + 8 * b, &s[j][0], 32);
+            if (b + 1 < to) memcpy(out[j] + 8 * b + 8, &s[j][1], 32);
+        }
     }
 }
 
@@ -1636,21 +1590,26 @@ INLINE void mix_tile(const Simd *v, int nq, bool half, int vectors, const float 
                      const void *values, int d, int k, int64_t from, int64_t to,
                      float *const *out) {
     V8f s[QUERY_TILE][4], x[4];
-    for (int j = 0; j < nq; j++) memcpy(s[j], out[j] + k, 32 * (size_t)vectors);
-    for (int64_t i = from; i < to; i++) {
+    UNROLL for (int j = 0; j < nq; j++)
+        UNROLL for (int z = 0; z < vectors; z++) memcpy(&s[j][z], out[j] + k + 8 * z, 32);
+    int64_t i = from;
+    do { // not for: gcc 12 then keeps the sums in registers
         UNROLL for (int z = 0; z < vectors; z++)
             kv_load(v, half, values, i * d + k + 8 * z, &x[z]);
         UNROLL for (int j = 0; j < nq; j++) {
-            V8f w = ALL(e[j][i]);
+            V8f w;
+            v->spread(e[j] + i, &w);
             UNROLL for (int z = 0; z < vectors; z++) v->fma_or(&w, &x[z], &s[j][z]);
         }
-    }
-    for (int j = 0; j < nq; j++) memcpy(out[j] + k, s[j], 32 * (size_t)vectors);
+    } while (++i < to);
+    UNROLL for (int j = 0; j < nq; j++)
+        UNROLL for (int z = 0; z < vectors; z++) memcpy(out[j] + k + 8 * z, &s[j][z], 32);
 }
 
 INLINE void mix(const Simd *v, int nq, bool half, const float *const *e, const void *values, int d,
                 int64_t from, int64_t to, float *const *out) {
     int k = 0;
+    if (from >= to) return;
     if (nq <= 2) // more dimensions at once where there are fewer queries
         for (; k + 32 <= d; k += 32) mix_tile(v, nq, half, 4, e, values, d, k, from, to, out);
     for (; k + 16 <= d; k += 16) mix_tile(v, nq, half, 2, e, values, d, k, from, to, out);
@@ -1668,7 +1627,6 @@ INLINE void mix(const Simd *v, int nq, bool half, const float *const *e, const v
 typedef struct { // those of one instruction set
     float (*sum_squares)(const float *x, int64_t n);
     float (*exps)(float *x, int64_t from, int64_t to, float max);
-    void (*swiglu)(float *out, const float *gate, const float *up, int64_t n);
     float (*row_max)(const float *x, int64_t from, int64_t to);
     void (*scores)(bool half, const float *const *q, int nq, const void *keys, int d,
                    int64_t from, int64_t to, float scale, float *const *out);
@@ -1693,9 +1651,6 @@ typedef struct { // those of one instruction set
     CALL float exps_##isa(float *x, int64_t from, int64_t to, float max) {              \
         return exps(&simd_##isa, x, from, to, max);                                     \
     }                                                                                   \
-    CALL void swiglu_##isa(float *out, const float *gate, const float *up, int64_t n) { \
-        swiglu(&simd_##isa, out, gate, up, n);                                          \
-    }                                                                                   \
     CALL float row_max_##isa(const float *x, int64_t from, int64_t to) {                \
         return row_max(x, from, to);                                                    \
     }                                                                                   \
@@ -1714,10 +1669,10 @@ VEC_OPS(avx2, AVX2_CALL)
 #endif
 
 static const VecOps vec_ops[ISA_COUNT] = {
-    {sum_squares_c, exps_c, swiglu_c, row_max_c, scores_c, mix_c},
+    {sum_squares_c, exps_c, row_max_c, scores_c, mix_c},
 #ifdef HAVE_X86
-    {sum_squares_avx2, exps_avx2, swiglu_avx2, row_max_avx2, scores_avx2, mix_avx2},
-    {sum_squares_avx2, exps_avx2, swiglu_avx2, row_max_avx2, scores_avx2, mix_avx2},
+    {sum_squares_avx2, exps_avx2, row_max_avx2, scores_avx2, mix_avx2},
+    {sum_squares_avx2, exps_avx2, row_max_avx2, scores_avx2, mix_avx2},
 #endif
 };
 /* ------------------------------------------------------------------------------------------------
@@ -1807,7 +1762,7 @@ static bool by_panels(const Worker *w, const Acts *x, const Tensor *t) {
 
 // Rows a ticket. Small matrices are cut finer, so that no thread waits long for the last ticket.
 static int64_t ticket_rows(const Worker *w, const Acts *x, const Tensor *t) {
-    if (by_panels(w, x, t)) return PANEL_ROWS;
+    if (by_panels(w, x, t)) return kernels[w->team->isa].panel[t->format->quantised].rows;
     return MAX(4, MIN(STREAM_ROWS, t->rows / 4 / (8 * w->team->n)));
 }
 
@@ -1829,15 +1784,28 @@ static void product_dots(const Worker *w, const Acts *x, const Product *p, long 
     }
 }
 
-// PANEL_ROWS rows against all columns, PANEL_COLUMNS at a time so that their lanes stay near.
+// y = the folded lanes of n columns (y += them, if more)
+static void panel_fold(const PanelKernels *k, const float *part, int n, int rows, bool more,
+                       float *y, int64_t ldy) {
+    const int s = k->columns * k->rows; // from lane to lane
+    for (int c = 0; c < n; c++)
+        for (int r = 0; r < rows; r++) {
+            const float *l = part + c / k->columns * LANES * s + c % k->columns * k->rows;
+            const float sum = ((l[r] + l[r + 4 * s]) + (l[r + 2 * s] + l[r + 6 * s])) +
+                              ((l[r + s] + l[r + 5 * s]) + (l[r + 3 * s] + l[r + 7 * s]));
+            y[c * ldy + r] = more ? y[c * ldy + r] + sum : sum;
+        }
+}
+
+// The rows of a panel against all columns, PANEL_COLUMNS at a time so that their lanes stay near.
 // Float lanes are folded at every FLOAT_BLOCK, integer lanes at the end of the row.
 static void product_panels(const Worker *w, const Acts *x, const Product *p, long ticket) {
     const Tensor *t = p->w;
     const bool quantised = t->format->quantised;
     const PanelKernels *k = &kernels[w->team->isa].panel[quantised];
-    const int64_t row = ticket * PANEL_ROWS, fold_every = quantised ? INT64_MAX : FLOAT_BLOCK;
+    const int64_t row = ticket * k->rows, fold_every = quantised ? INT64_MAX : FLOAT_BLOCK;
     const int step = quantised ? 32 * PANEL_BLOCKS : PANEL_K;
-    const int rows = (int)MIN(PANEL_ROWS, t->rows - row);
+    const int rows = (int)MIN(k->rows, t->rows - row);
     Scratch *s = (Scratch *)(void *)w->scratch;
     for (int first = 0; first < x->n; first += PANEL_COLUMNS) {
         const int n = MIN(PANEL_COLUMNS, x->n - first);
@@ -1846,13 +1814,12 @@ static void product_panels(const Worker *w, const Acts *x, const Product *p, lon
             const int len = (int)MIN(step, t->cols - at);
             const Acts part = acts_part(x, first, n, at);
             if (at % fold_every == 0)
-                memset(s->part, 0, sizeof(float) * PANEL_ROWS * LANES * (size_t)(n + 7));
-            k->pack(t, row, at, len, &s->panel);
-            for (int r = 0; r < PANEL_ROWS; r += k->rows)
-                for (int c = 0; c < n; c += k->columns)
-                    k->tile(t->format, &s->panel, r, &part, c, len, s->part);
+                memset(s->part, 0, sizeof(float) * (size_t)(k->rows * LANES * (n + 7)));
+            k->pack(t, row, at, len, k->rows, &s->panel);
+            for (int c = 0; c < n; c += k->columns)
+                k->tile(t->format, &s->panel, &part, c, len, s->part);
             if ((at + len) % fold_every == 0 || at + len == t->cols)
-                k->fold(k, s->part, n, rows, at >= fold_every, y, p->ldy);
+                panel_fold(k, s->part, n, rows, at >= fold_every, y, p->ldy);
         }
     }
 }
