@@ -170,6 +170,7 @@ __attribute__((format(printf, 2, 3))) static void str_printf(Str *s, const char 
 }
 
 static void str_free(Str *s) { free(s->p), *s = (Str){0}; }
+static Span str_span(const Str *s) { return (Span){s->p, s->n}; }
 
 static bool span_is(Span a, const char *text) {
     return a.n == strlen(text) && !memcmp(a.p, text, a.n);
@@ -4503,11 +4504,11 @@ static void stats_print(const Stats *t, const Model *m) {
  * data, whatever it looks like. Models that think write their thoughts between two marks in front
  * of the answer; whether these stay in the conversation is the template's choice.
  */
-enum { SYSTEM, USER, REPLY };           // roles; also the letters of Message
+enum { SYSTEM, USER, REPLY };           // roles
 
 typedef struct { int role; Str text; } Message;
 
-typedef struct { Message *p; int n, cap; } Conversation;
+typedef struct { Message *p; int n; size_t cap; } Conversation;
 
 enum {                                  // rules of a template
     TRIM_SYSTEM = 1, TRIM_USER = 2, TRIM_REPLY = 4, // white space around these is dropped,
@@ -4518,127 +4519,109 @@ enum {                                  // rules of a template
     TRIM_JOINT = 256,                   // message; white space is dropped around both together
     FORGET = 512,                       // earlier replies lose all up to the end of their thinking
     SWITCH_ON = 1024, SWITCH_OFF = 2048, // thinking can be switched; by default it is on, off
+    BOS = 4096,                         // a conversation begins with it, whatever the file says
 };
 
-/* To add a template: a row with marks that its text holds (!: must not hold), then what stands
- * before and after each kind of message. {bos} and {eos} are the vocabulary's own, {bos?} stands if
- * the file's template speaks of bos_token, {date FORMAT} is --date, {+TEXT} and {-TEXT} stand with
- * thinking on, off. Rows are tried from the top. tests/templates.py makes the renderings. */
+/* To add a template: a row with marks that its text holds (!: must not hold), then the form of each
+ * kind of message, where {} is its text, {bos} and {eos} are the vocabulary's own, {date FORMAT} is
+ * --date, and {+TEXT} and {-TEXT} stand with thinking on, off. Rows are tried from the top.
+ * tests/templates.py makes the renderings. */
 typedef struct {
     const char *name;
     int rules;
-    const char *mark[4];
-    const char *start;                  // before everything
-    const char *system[2], *user[2], *reply[2];
-    const char *ask;                    // where a reply begins; NULL: reply[0]
-    const char *preset;                 // the system text if none is given; NULL: see form_preset
-    const char *date;                   // NULL: 2024-07-26, Llama 3's
-    const char *think[2];               // marks around thinking; NULL: <think> and </think>
+    const char *mark[4], *system, *user, *reply;
+    const char *ask;       // where a reply begins; NULL: as in `reply`, without a space at the end
+    const char *start;     // before everything; NULL: BOS, where the file's template speaks of it
+    const char *preset;    // the system text if none is given; NULL: see form_preset
+    const char *more[2];   // with thinking, it goes on with what the file has between these
+    const char *date;      // NULL: 2024-07-26, Llama 3's
+    const char *think[2];  // marks around thinking; NULL: <think> and </think>
 } Template;
 
-#define ROLES(a, b, c) \
-    .system = {a "system" b, c}, .user = {a "user" b, c}, .reply = {a "assistant" b, c}
-#define CHATML .start = "{bos?}", ROLES("<|im_start|>", "\n", "<|im_end|>\n")
+#define TURNS(a, b, c) .user = a "user" b "{}" c, a "assistant" b "{}" c
+#define ROLES(a, b, c) .system = a "system" b "{}" c, TURNS(a, b, c)
+#define CHATML ROLES("<|im_start|>", "\n", "<|im_end|>\n")
 #define GRANITE ROLES("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>\n")
-#define DEEPSEEK(reply_0) .start = "{bos}", .user = {"<｜User｜>"}, \
-    .reply = {reply_0, "<｜end▁of▁sentence｜>"}
-#define SMOLLM3(name, mark, today, tail) {name, \
-    TRIM_SYSTEM_END | TRIM_NEWLINES | EMPTY_IS_NONE | SWITCH_ON, \
-    {"<|im_start|>", "Reasoning Mode: ", mark}, .start = NULL, \
-    {"<|im_start|>system\n## Metadata\n\nKnowledge Cutoff Date: June 2025\n" today "Reasoning " \
-     "Mode: {+/think}{-/no_think}\n\n## Custom Instructions\n\n", "\n\n" tail}, \
-    {"<|im_start|>user\n", "<|im_end|>\n"}, \
-    {"<|im_start|>assistant\n{-<think>\n\n</think>\n}", "<|im_end|>\n"}, .date = "2025-07-08", \
-    .preset = "You are a helpful AI assistant named SmolLM, trained by Hugging Face.{+ Your role " \
-    "as an assistant involves thoroughly exploring questions through a systematic thinking " \
-    "process before providing the final precise and accurate solutions. This requires engaging " \
-    "in a comprehensive cycle of analysis, summarizing, exploration, reassessment, reflection, " \
-    "backtracking, and iteration to develop well-considered thinking process. Please structure " \
-    "your response into two main sections: Thought and Solution using the specified format: " \
-    "<think> Thought section </think> Solution section. In the Thought section, detail your " \
-    "reasoning process in steps. Each step should include detailed considerations such as " \
-    "analysing questions, summarizing relevant findings, brainstorming new ideas, verifying the " \
-    "accuracy of the current steps, refining any errors, and revisiting previous steps. In the " \
-    "Solution section, based on various attempts, explorations, and reflections from the " \
-    "Thought section, systematically present the final solution that you deem correct. The " \
-    "Solution section should be logical, accurate, and concise and detail necessary steps " \
-    "needed to reach the conclusion.}"}
+#define LLAMA3(roles) roles("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>")
+#define DEEPSEEK(reply) .system = "{}", "<｜User｜>{}", reply "{}<｜end▁of▁sentence｜>"
+#define MISTRAL(user) .system = "{}\n\n", user
+#define SMOLLM3(today, tail) TRIM_SYSTEM_END | TRIM_NEWLINES | EMPTY_IS_NONE | SWITCH_ON, \
+    .system = "<|im_start|>system\n## Metadata\n\nKnowledge Cutoff Date: June 2025\n" today \
+        "Reasoning Mode: {+/think}{-/no_think}\n\n## Custom Instructions\n\n{}\n\n" tail, \
+    "<|im_start|>user\n{}<|im_end|>\n", \
+    "<|im_start|>assistant\n{-<think>\n\n</think>\n}{}<|im_end|>\n", .date = "2025-07-08", \
+    .preset = "You are a helpful AI assistant named SmolLM, trained by Hugging Face.", \
+    .more = {"Hugging Face.", "\n\n"}
 
 static const Template templates[] = {
-    SMOLLM3("smollm3", "Today Date: ", "Today Date: {date %d %B %Y}\n", ""),
-    SMOLLM3("smollm3-gguf", "!Today Date: ", "", "<|im_end|>\n"), // as many files have it
+    {"smollm3", SMOLLM3("Today Date: {date %d %B %Y}\n", ""),
+     .mark = {"Reasoning Mode: ", "Today Date: "}},
+    {"smollm3-gguf", SMOLLM3("", "<|im_end|>\n"), .mark = {"Reasoning Mode: "}}, // as many have it
     {"qwen3.5", TRIM_ALL | TRIM_NEWLINES | FORGET | SWITCH_ON,
      {"<|im_start|>", "enable_thinking is false", "'<think>\n' }}", "!bos_token"}, CHATML,
-     .ask = "<|im_start|>assistant\n<think>\n{-\n</think>\n\n}"},
+     "<|im_start|>assistant\n<think>\n{-\n</think>\n\n}"},
     {"qwen3", TRIM_NEWLINES | FORGET | SWITCH_ON, {"<|im_start|>", "enable_thinking is false"},
-     CHATML, .ask = "<|im_start|>assistant\n{-<think>\n\n</think>\n\n}"},
+     CHATML, "<|im_start|>assistant\n{-<think>\n\n</think>\n\n}"},
     {"qwen3-thinking", TRIM_NEWLINES | FORGET, // QwQ too
      {"<|im_start|>", "assistant\n<think>\n'", "!enable_thinking"}, CHATML,
-     .ask = "<|im_start|>assistant\n<think>\n"},
+     "<|im_start|>assistant\n<think>\n"},
     {"lfm2", EMPTY_IS_NONE, {"<|im_start|>", "\" + ns.system_prompt + \"<|im_end|>"}, CHATML},
     {"chatml", 0, {"<|im_start|>"}, CHATML}, // Qwen 1.5 to 2.5, SmolLM2 and many more
-    {"mistral-v7-tekken", 0, {"[SYSTEM_PROMPT]", "![SYSTEM_PROMPT] "}, .start = "{bos}",
-     {"[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"}, {"[INST]", "[/INST]"}, {"", "{eos}"},
+    {"mistral-v7-tekken", BOS, {"[SYSTEM_PROMPT]", "![SYSTEM_PROMPT] "},
+     .system = "[SYSTEM_PROMPT]{}[/SYSTEM_PROMPT]", "[INST]{}[/INST]", "{}{eos}",
      .date = "2025-06-20", .think = {"[THINK]", "[/THINK]"}},
-    {"mistral-v7", 0, {"[SYSTEM_PROMPT]"}, .start = "{bos}",
-     {"[SYSTEM_PROMPT] ", "[/SYSTEM_PROMPT]"}, {"[INST] ", "[/INST]"}, {" ", "{eos}"}, ""},
-    {"mistral-v3-tekken", IN_LAST, {"[AVAILABLE_TOOLS]", "\"[INST]\""}, .start = "{bos}",
-     {"", "\n\n"}, {"[INST]", "[/INST]"}, {"", "{eos}"}},
-    {"mistral-v3", IN_LAST | TRIM_REPLY, {"[AVAILABLE_TOOLS]", "\"[INST] \""}, .start = "{bos}",
-     {"", "\n\n"}, {"[INST] ", "[/INST]"}, {" ", "{eos}"}, ""},
-    {"mistral-v1", IN_FIRST, {"' [INST] '"}, .start = "{bos}",
-     {"", "\n\n"}, {" [INST] ", " [/INST]"}, {" ", "{eos}"}, ""},
+    {"mistral-v7", BOS, {"[SYSTEM_PROMPT]"},
+     .system = "[SYSTEM_PROMPT] {}[/SYSTEM_PROMPT]", "[INST] {}[/INST]", " {}{eos}"},
+    {"mistral-v3-tekken", BOS | IN_LAST, {"\"[INST]\""}, MISTRAL("[INST]{}[/INST]"), "{}{eos}"},
+    {"mistral-v3", BOS | IN_LAST | TRIM_REPLY, {"\"[INST] \""},
+     MISTRAL("[INST] {}[/INST]"), " {}{eos}"},
+    {"mistral-v1", BOS | IN_FIRST, {"' [INST] '"}, MISTRAL(" [INST] {} [/INST]"), " {}{eos}"},
     {"llama2", TRIM_USER | TRIM_REPLY | IN_FIRST | TRIM_JOINT, {"[INST]", "<<SYS>>"}, .start = "",
-     {"<<SYS>>\n", "\n<</SYS>>\n\n"}, {"{bos}[INST] ", " [/INST]"}, {" ", " {eos}"}, ""},
-    {"mistral", IN_FIRST, {"[INST]"}, .start = "{bos}", // the first, which refuses a system text
-     {"", "\n\n"}, {"[INST] ", " [/INST]"}, {"", "{eos}"}},
-    {"llama3.1", TRIM_ALL, {"<|start_header_id|>", "Cutting Knowledge Date"}, .start = "{bos}",
-     {"<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
-      "Today Date: {date %d %b %Y}\n\n", "<|eot_id|>"},
-     {"<|start_header_id|>user<|end_header_id|>\n\n", "<|eot_id|>"},
-     {"<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"}, .preset = ""},
-    {"llama3", TRIM_ALL, {"<|start_header_id|>"}, .start = "{bos}",
-     ROLES("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>")},
-    {"gemma", TRIM_USER | TRIM_REPLY | IN_FIRST, {"<start_of_turn>"}, .start = "{bos}",
-     {"", "\n\n"}, {"<start_of_turn>user\n", "<end_of_turn>\n"}, // 1 and 2 refuse a system text
-     {"<start_of_turn>model\n", "<end_of_turn>\n"}},
-    {"phi3", 0, {"<|assistant|>", "<|end|>", "bos_token"}, .start = "{bos}",
-     ROLES("<|", "|>\n", "<|end|>\n")},         // the first ones drop a system text
+     .system = "<<SYS>>\n{}\n<</SYS>>\n\n", "{bos}[INST] {} [/INST]", " {} {eos}"},
+    {"mistral", BOS | IN_FIRST, {"[INST]"}, MISTRAL("[INST] {} [/INST]"), "{}{eos}"}, // the first
+    {"llama3.1", BOS | TRIM_ALL, {"<|start_header_id|>", "Cutting Knowledge Date"}, LLAMA3(TURNS),
+     .system = "<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December "
+     "2023\nToday Date: {date %d %b %Y}\n\n{}<|eot_id|>", .preset = ""},
+    {"llama3", BOS | TRIM_ALL, {"<|start_header_id|>"}, LLAMA3(ROLES)},
+    {"gemma", BOS | TRIM_USER | TRIM_REPLY | IN_FIRST, {"<start_of_turn>"}, .system = "{}\n\n",
+     "<start_of_turn>user\n{}<end_of_turn>\n", "<start_of_turn>model\n{}<end_of_turn>\n"},
+    {"phi3", 0, {"<|assistant|>", "<|end|>", "bos_token"}, ROLES("<|", "|>\n", "<|end|>\n")},
     {"phi3.5", EMPTY_IS_NONE, {"<|assistant|>", "<|end|>"}, ROLES("<|", "|>\n", "<|end|>\n")},
-    {"olmo2", 0, {"<|assistant|>", "<|user|>", "bos_token"}, .start = "{bos}",
-     {"<|system|>\n", "\n"}, {"<|user|>\n", "\n"}, {"<|assistant|>\n", "{eos}\n"}},
+    {"olmo2", BOS, {"<|assistant|>", "<|user|>", "bos_token"},
+     .system = "<|system|>\n{}\n", "<|user|>\n{}\n", "<|assistant|>\n{}{eos}\n"},
     {"zephyr", 0, {"<|assistant|>", "<|user|>", "eos_token"}, ROLES("<|", "|>\n", "{eos}\n")},
-    {"deepseek-v3.1", FORGET | SWITCH_OFF, {"<｜User｜>", "if not thinking"},
-     DEEPSEEK("<｜Assistant｜></think>"), .ask = "<｜Assistant｜>{+<think>}{-</think>}"},
-    {"deepseek-r1", FORGET, {"<｜User｜>", "<｜Assistant｜><think>\n"},
-     DEEPSEEK("<｜Assistant｜>"), .ask = "<｜Assistant｜><think>\n"},
-    {"deepseek-r1-0528", FORGET, {"<｜User｜>", "split('</think>')"}, // the first R1 too
+    {"deepseek-v3.1", BOS | FORGET | SWITCH_OFF, {"<｜User｜>", "if not thinking"},
+     DEEPSEEK("<｜Assistant｜></think>"), "<｜Assistant｜>{+<think>}{-</think>}"},
+    {"deepseek-r1", BOS | FORGET, {"<｜User｜>", "<｜Assistant｜><think>\n"},
+     DEEPSEEK("<｜Assistant｜>"), "<｜Assistant｜><think>\n"},
+    {"deepseek-r1-0528", BOS | FORGET, {"<｜User｜>", "split('</think>')"}, // the first R1 too
      DEEPSEEK("<｜Assistant｜>")},
-    {"deepseek-v3", 0, {"<｜User｜>"}, DEEPSEEK("<｜Assistant｜>")},
-    {"deepseek-v2", 0, {"'Assistant: ' + message['content'] + eos_token"}, .start = "{bos}",
-     {"", "\n\n"}, {"User: ", "\n\n"}, {"Assistant: ", "{eos}"}, "Assistant:"},
+    {"deepseek-v3", BOS, {"<｜User｜>"}, DEEPSEEK("<｜Assistant｜>")},
+    {"deepseek-v2", BOS, {"'Assistant: ' + message['content'] + eos_token"},
+     .system = "{}\n\n", "User: {}\n\n", "Assistant: {}{eos}"},
     {"granite-3.3", 0, {"<|start_of_role|>", "April 2024. Today's Date: "}, GRANITE,
      .preset = "Knowledge Cutoff Date: April 2024. Today's Date: {date %B %d, %Y}. You are "
      "Granite, developed by IBM. You are a helpful AI assistant.", .date = "2025-04-16"},
     {"granite-4", EMPTY_IS_NONE, {"<|start_of_role|>", "if ns.system_message"}, GRANITE},
     {"granite-3", 0, {"<|start_of_role|>"}, GRANITE},
     {"gpt-oss", EMPTY_IS_NONE | SWITCH_ON, {"<|start|>", "<|channel|>"},
-     .start = "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI."
+     .system = "<|start|>developer<|message|># Instructions\n\n{}\n\n<|end|>",
+     "<|start|>user<|message|>{}<|end|>", "<|start|>assistant<|channel|>final<|message|>{}<|end|>",
+     "<|start|>assistant",
+     "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI."
      "\nKnowledge cutoff: 2024-06\nCurrent date: {date %Y-%m-%d}\n\nReasoning: {+medium}{-low}\n\n"
      "# Valid channels: analysis, commentary, final. Channel must be included for every message."
-     "<|end|>", {"<|start|>developer<|message|># Instructions\n\n", "\n\n<|end|>"},
-     {"<|start|>user<|message|>", "<|end|>"},
-     {"<|start|>assistant<|channel|>final<|message|>", "<|end|>"}, "<|start|>assistant",
-     .date = "2025-08-05", .think = {"<|start|>assistant<|channel|>analysis<|message|>",
-                                     "<|start|>assistant<|channel|>final<|message|>"}},
-    {"plain", 0, {NULL}, .start = "{bos}", {"", "\n"}, {"", "\n"}, {"", "\n"}, ""},
+     "<|end|>", .date = "2025-08-05",
+     .think = {"<|start|>assistant<|channel|>analysis<|message|>",
+               "<|start|>assistant<|channel|>final<|message|>"}},
+    {"plain", BOS, {NULL}, .system = "{}\n", "{}\n", "{}\n"},
 };
 
-// A template and all that decides about its text. file: the template of the model's file.
+// A template and all that decides about its text.
 typedef struct {
     const Template *t;
     const Vocab *v;
-    Span file;
+    Str file;                           // the template of the model's file
     bool think;
     struct tm date;
     Str preset;                         // the system text when none is given; p = NULL: none
@@ -4651,11 +4634,9 @@ static bool span_starts(Span s, const char *word) {
 
 static const char *span_find(Span s, const char *word) { // NULL: it is not there
     size_t n = strlen(word);
-    const char *p = s.p, *end = s.p + s.n;
-    while (n && s.n >= n && (p = memchr(p, *word, (size_t)(end - p)))
-           && ((size_t)(end - p) < n || memcmp(p, word, n)))
-        p++;
-    return s.n >= n ? p : NULL;
+    for (size_t at = 0; at + n <= s.n; at++)
+        if (!memcmp(s.p + at, word, n)) return s.p + at;
+    return NULL;
 }
 
 static bool span_has(Span s, const char *word) { return span_find(s, word) != NULL; }
@@ -4672,16 +4653,12 @@ static size_t span_overlap(Span s, const char *word) {
 static void unescape(Str *s) {
     static const char from[] = "ntr\\\"'0", to[] = "\n\t\r\\\"'\0";
     size_t n = 0;
-    for (size_t i = 0; i < s->n; i++) {
-        const char *known =
-            s->p[i] == '\\' && i + 1 < s->n && s->p[i + 1] ? strchr(from, s->p[i + 1]) : NULL;
-        unsigned code;
-        if (known) s->p[n++] = to[known - from], i++;
-        else if (s->p[i] == '\\' && i + 3 < s->n && s->p[i + 1] == 'x'
-                 && isxdigit((unsigned char)s->p[i + 2]) && isxdigit((unsigned char)s->p[i + 3])
-                 && sscanf(s->p + i + 2, "%2x", &code) == 1)
-            s->p[n++] = (char)code, i += 3;
-        else s->p[n++] = s->p[i];
+    for (size_t i = 0; i < s->n; i++) { // looks no further than the 0 behind the text
+        const char *p = s->p + i, *known = *p == '\\' && p[1] ? strchr(from, p[1]) : NULL;
+        bool hex = *p == '\\' && p[1] == 'x' && isxdigit((uint8_t)p[2]) && isxdigit((uint8_t)p[3]);
+        char code = hex ? (char)strtol((char[]){p[2], p[3], 0}, NULL, 16) : *p;
+        s->p[n++] = known ? to[known - from] : code;
+        i += known ? 1 : hex ? 3 : 0;
     }
     if (s->p) s->p[s->n = n] = 0;
 }
@@ -4692,19 +4669,19 @@ static const Template *template_named(const char *name) {
     return NULL;
 }
 
-// The row whose marks a template text holds, or NULL.
-static const Template *template_find(Span file) {
+static bool template_fits(const Template *t, Span file) {
+    bool fits = t->mark[0] != NULL;
+    for (int k = 0; fits && k < COUNT(t->mark) && t->mark[k]; k++)
+        fits = *t->mark[k] == '!' ? !span_has(file, t->mark[k] + 1) : span_has(file, t->mark[k]);
+    return fits;
+}
+
+static const Template *template_find(Span file) { // the row for a template text, or NULL
     const Template *found = NULL;
     Str text = {0};
     str_add(&text, file.p, file.n), unescape(&text);
-    for (int i = 0; i < COUNT(templates) && !found; i++) {
-        const char *const *mark = templates[i].mark;
-        bool fits = mark[0] != NULL;
-        for (int k = 0; k < COUNT(templates[i].mark) && mark[k]; k++)
-            fits &= span_has((Span){text.p, text.n}, mark[k] + (*mark[k] == '!'))
-                    == (*mark[k] != '!');
-        if (fits) found = &templates[i];
-    }
+    for (int i = COUNT(templates) - 1; i >= 0; i--)
+        if (template_fits(&templates[i], str_span(&text))) found = &templates[i];
     str_free(&text);
     return found;
 }
@@ -4723,19 +4700,22 @@ static void render_date(Rendering *r, const Form *f, Span format) {
     render_bytes(r, (Span){date, strftime(date, sizeof date, pattern, &f->date)}, false);
 }
 
-static void render_form(Rendering *r, const Form *f, const char *form) {
-    if (!form) return;
-    for (const char *brace; (brace = strchr(form, '{')); form = strchr(brace, '}') + 1) {
+enum { FRONT, BACK }; // the part of a form before its {}, or all of it if it has none; that behind
+
+static void render_form(Rendering *r, const Form *f, const char *form, int part) {
+    const char *gap = strstr(form, "{}"), *end = gap && part == FRONT ? gap : form + strlen(form);
+    if (part == BACK) form = gap + 2;
+    for (const char *brace; (brace = memchr(form, '{', (size_t)(end - form)));) {
         render_bytes(r, (Span){form, (size_t)(brace - form)}, false);
         Span word = {brace + 1, strcspn(brace + 1, "}")};
+        form = word.p + word.n + 1;
         int id = span_is(word, "bos") ? f->v->bos : span_is(word, "eos") ? f->v->eos : NO_TOKEN;
-        if (span_is(word, "bos?") && span_has(f->file, "bos_token")) id = f->v->bos;
         if (id >= 0) render_bytes(r, tok_spelling(f->v, id), false);
-        else if (span_starts(word, "date ")) render_date(r, f, (Span){word.p + 5, word.n - 5});
+        else if (span_starts(word, "date ")) render_date(r, f, span_from(word, word.p + 5));
         else if (*word.p == (f->think ? '+' : '-'))
-            render_bytes(r, (Span){word.p + 1, word.n - 1}, false);
+            render_bytes(r, span_from(word, word.p + 1), false);
     }
-    render_bytes(r, (Span){form, strlen(form)}, false);
+    render_bytes(r, (Span){form, (size_t)(end - form)}, false);
 }
 
 static void rendering_free(Rendering *r) { str_free(&r->text), str_free(&r->typed); }
@@ -4749,49 +4729,52 @@ static bool is_white(uint32_t c) { // what the reference's strip() takes away
 }
 
 static Span span_trim(Span s) {
-    size_t from = s.n, to = s.n;
+    size_t from = 0, to = 0;
     for (size_t at = 0; at < s.n;) {
         uint32_t code;
         size_t next = at + (size_t)utf8_next(s.p + at, s.n - at, &code);
-        if (!is_white(code)) from = MIN(from, at), to = next;
+        if (!is_white(code)) from = to ? from : at, to = next;
         at = next;
     }
     return (Span){s.p + from, to - from};
 }
 
+// What stands between two texts, where it is text and not code that makes one; p = NULL: nowhere.
+static Span span_between(Span s, const char *before, const char *behind) {
+    for (const char *found; before && *before && (found = span_find(s, before));) {
+        Span text = s = span_from(s, found + strlen(before));
+        const char *end = span_find(s, behind);
+        text.n = end ? (size_t)(end - text.p) : 0;
+        if (end && !strchr("'\"", *text.p) && !span_has(text, "}}")) return text;
+    }
+    return (Span){0};
+}
+
 // The system text of a conversation that gives none: the row's; or what the file's template says,
 // in default_system_message (a date may be joined to it) or in a whole message of the row's form.
 static void form_preset(Form *f) {
-    const char *head = f->t->system[0];
+    const Template *t = f->t;
     Rendering r = {0};
-    Str file = {0};
-    if (f->t->preset) str_add(&r.text, "", 0), render_form(&r, f, f->t->preset);
-    else str_add(&file, f->file.p, f->file.n), unescape(&file);
-    Span all = {file.p, file.n}, text;
-    const char *found = span_find(all, "default_system_message = "), *end = NULL;
+    Span text = {0}, file = str_span(&f->file);
+    if (t->preset) {
+        render_form(&r, f, t->preset, FRONT);
+        if (f->think) text = span_between(file, t->more[0], t->more[1]);
+    } else {
+        text = span_between(file, "default_system_message = '", "' %}");
+        if (!text.p) text = span_between(file, "default_system_message = \"", "\" %}");
+        render_bytes(&r, (Span){t->system, strcspn(t->system, "{")}, false);
+        if (!text.p) text = span_between(file, r.text.p, strstr(t->system, "{}") + 2);
+        rendering_free(&r);
+    }
+    const char *today = "\" + today + \"", *found = span_find(text, today);
     if (found) {
-        text = span_from(all, found + strlen("default_system_message = "));
-        end = span_find(text, text.n && *text.p == '"' ? "\" %}" : "' %}");
-        text.p++;
+        render_bytes(&r, (Span){text.p, (size_t)(found - text.p)}, false);
+        render_date(&r, f, SPAN("%Y-%m-%d"));
+        text = span_from(text, found + strlen(today));
     }
-    while (!end && head && *head && (found = span_find(all, head))) {
-        all = text = span_from(all, found + strlen(head)); // is it text, or code that makes one?
-        end = span_find(text, f->t->system[1]);
-        if (!text.n || strchr("'\"", *text.p)) end = NULL;
-        else if (end && span_has((Span){text.p, (size_t)(end - text.p)}, "}}")) end = NULL;
-    }
-    if (end) {
-        const char *today = "\" + today + \"";
-        text.n = (size_t)(end - text.p);
-        if ((found = span_find(text, today))) {
-            render_bytes(&r, (Span){text.p, (size_t)(found - text.p)}, false);
-            render_date(&r, f, SPAN("%Y-%m-%d"));
-            text = span_from(text, found + strlen(today));
-        }
-        render_bytes(&r, text, false);
-    }
+    if (text.p) render_bytes(&r, text, false);
     f->preset = r.text;
-    str_free(&r.typed), str_free(&file);
+    str_free(&r.typed);
 }
 
 // YYYY-MM-DD, a day that exists.
@@ -4807,40 +4790,30 @@ static bool date_parse(const char *text, struct tm *date) {
 enum { THINK_UNSAID, THINK_ON, THINK_OFF, THINK_HIDE }; // --think
 
 static Form form_new(const Template *t, const Vocab *v, Span file, int think, const char *date) {
-    Form f = {.t = t, .v = v, .file = file};
+    Form f = {.t = t, .v = v};
+    str_add(&f.file, file.p, file.n), unescape(&f.file);
     f.think = think == THINK_UNSAID ? !(t->rules & SWITCH_OFF) : think != THINK_OFF;
     date_parse(date ? date : t->date ? t->date : "2024-07-26", &f.date);
     form_preset(&f);
     return f;
 }
 
-// The form of a model's chat: the one named, that of its own template, or what its vocabulary
-// suggests, with a warning.
-static Form form_find(const Model *m, const char *name, int think, const char *date, Str *notes) {
-    const Template *t = name ? template_named(name) : template_find(m->chat_template);
-    if (!t) {
-        bool chatml = m->gguf && tok_find(&m->vocab, SPAN("<|im_start|>")) >= 0;
-        t = template_named(!m->gguf ? "llama2" : chatml ? "chatml" : "plain");
-        if (m->gguf)
-            str_printf(notes,
-                       "%s: %s; the chat uses the form `%s` (--template NAME forces another)\n",
-                       m->file.name,
-                       m->chat_template.n ? "its chat template is not one of those known"
-                                          : "no chat template: is this an instruct model?",
-                       t->name);
-    }
-    if (think != THINK_UNSAID && think != THINK_HIDE && !(t->rules & (SWITCH_ON | SWITCH_OFF)))
-        str_printf(notes, "--think: the chat form `%s` has no switch for thinking\n", t->name);
-    return form_new(t, &m->vocab, m->chat_template, think, date);
+// The row for a model's chat: that of its own template or, with a warning, what its vocabulary
+// suggests.
+static const Template *template_of(const Model *m, bool quiet) {
+    const Template *t = m->gguf ? template_find(m->chat_template) : template_named("llama2");
+    if (t) return t;
+    t = template_named(tok_find_text(&m->vocab, "<|im_start|>") >= 0 ? "chatml" : "plain");
+    const char *why = m->chat_template.n ? "its chat template is not one of those known"
+                                         : "no chat template: is this an instruct model?";
+    if (!quiet)
+        warn_line("%s: %s; the chat uses the form `%s` (--template NAME forces another)",
+                  m->file.name, why, t->name);
+    return t;
 }
 
 static void message_add(Conversation *c, int role, Span text) {
-    if (c->n == c->cap) {
-        c->cap = 2 * c->cap + 8;
-        Message *p = realloc(c->p, (size_t)c->cap * sizeof *p);
-        if (!p) die("out of memory: %d messages", c->cap);
-        c->p = p;
-    }
+    c->p = grown(c->p, &c->cap, (size_t)c->n + 1, sizeof *c->p);
     c->p[c->n] = (Message){.role = role};
     str_add(&c->p[c->n++].text, text.p, text.n);
 }
@@ -4878,11 +4851,10 @@ static Parts reply_parts(const Template *t, Span reply, size_t seed, bool end) {
 
 // White space, and earlier thinking, as the template has it.
 static Span message_text(const Template *t, const Message *m) {
-    static const int trims[] = {[SYSTEM] = TRIM_SYSTEM, [USER] = TRIM_USER, [REPLY] = TRIM_REPLY};
-    Span text = {m->text.p, m->text.n}, trimmed = span_trim(text);
-    if (t->rules & trims[m->role]) text = trimmed;
-    if (m->role == SYSTEM && t->rules & TRIM_SYSTEM_END)
-        text.n = trimmed.n ? (size_t)(trimmed.p + trimmed.n - text.p) : 0;
+    Span text = str_span(&m->text), trimmed = span_trim(text);
+    if (t->rules & TRIM_SYSTEM << m->role) text = trimmed;
+    if (t->rules & TRIM_SYSTEM_END && m->role == SYSTEM)
+        text.n = (size_t)(trimmed.p + trimmed.n - text.p);
     if (m->role != REPLY) return text;
     const char *close = think_mark(t, 1), *found;
     bool whole = t->rules & FORGET;     // as yet
@@ -4892,12 +4864,11 @@ static Span message_text(const Template *t, const Message *m) {
     return text;
 }
 
-// The system message; a NULL text is the preset, where there is one.
-static void render_system(Rendering *r, const Form *f, const Span *text) {
-    if (!text && !f->preset.p) return;
-    render_form(r, f, f->t->system[0]);
-    render_bytes(r, text ? *text : (Span){f->preset.p, f->preset.n}, text != NULL);
-    render_form(r, f, f->t->system[1]);
+static void render_system(Rendering *r, const Form *f, Span text, bool typed) {
+    if (!text.p) return;                // not even a preset
+    render_form(r, f, f->t->system, FRONT);
+    render_bytes(r, text, typed);
+    render_form(r, f, f->t->system, BACK);
 }
 
 // The conversation without the `skip` messages that follow the system message, ending where the
@@ -4905,27 +4876,30 @@ static void render_system(Rendering *r, const Form *f, const Span *text) {
 static Rendering render(const Form *f, const Conversation *c, int skip) {
     const Template *t = f->t;
     Rendering r = {0};
-    Span given, *system = NULL;
+    Span system = str_span(&f->preset), given = {0};
     int from = c->n && c->p[0].role == SYSTEM;
-    if (from) given = message_text(t, &c->p[0]), system = &given;
-    if (system && !system->n && t->rules & EMPTY_IS_NONE) system = NULL;
+    if (from) given = message_text(t, &c->p[0]);
+    bool typed = given.n || (from && !(t->rules & EMPTY_IS_NONE));
+    if (typed) system = given;
     from += skip;
     int place = t->rules & IN_FIRST ? from : t->rules & IN_LAST ? c->n - 1 : -1;
-    render_form(&r, f, t->start);
-    if (place < 0) render_system(&r, f, system);
+    bool bos = t->rules & BOS || span_has(str_span(&f->file), "bos_token");
+    render_form(&r, f, t->start ? t->start : bos ? "{bos}" : "", FRONT);
+    if (place < 0) render_system(&r, f, system, typed);
     for (int i = from; i < c->n; i++) {
-        const char *const *around = c->p[i].role == USER ? t->user : t->reply;
-        Span text = message_text(t, &c->p[i]), raw = {c->p[i].text.p, c->p[i].text.n};
-        render_form(&r, f, around[0]);
-        if (i == place) render_system(&r, f, system);
-        if (i == place && system && t->rules & TRIM_JOINT) {
-            if (text.n) text = (Span){raw.p, (size_t)(text.p + text.n - raw.p)};
-            else r.text.n = r.typed.n = span_trim((Span){r.text.p, r.text.n}).n;
+        const char *form = c->p[i].role == USER ? t->user : t->reply;
+        Span text = message_text(t, &c->p[i]);
+        render_form(&r, f, form, FRONT);
+        if (i == place) render_system(&r, f, system, typed);
+        if (i == place && system.p && t->rules & TRIM_JOINT) {
+            text = (Span){c->p[i].text.p, (size_t)(text.p + text.n - c->p[i].text.p)};
+            if (!text.n) r.text.n = r.typed.n = span_trim(str_span(&r.text)).n;
         }
         render_bytes(&r, text, true);
-        render_form(&r, f, around[1]);
+        render_form(&r, f, form, BACK);
     }
-    render_form(&r, f, t->ask ? t->ask : t->reply[0]);
+    render_form(&r, f, t->ask ? t->ask : t->reply, FRONT);
+    if (!t->ask && r.text.p[r.text.n - 1] == ' ') r.text.n--, r.typed.n--;
     return r;
 }
 /* ------------------------------------------------------------------------------------------------
@@ -5318,9 +5292,12 @@ static void chat_reply(Chat *c) {
 
 static int cmd_chat(const Options *o, const Model *m) {
     Chat c = {.o = o, .m = m};
-    Str notes = {0}, line = {0};
-    c.form = form_find(m, o->template, o->think, o->date, &notes);
-    if (!o->quiet) warn_lines(&notes);
+    Str line = {0};
+    const Template *t = o->template ? template_named(o->template) : template_of(m, o->quiet);
+    bool chosen = o->think == THINK_ON || o->think == THINK_OFF;
+    if (!o->quiet && chosen && !(t->rules & (SWITCH_ON | SWITCH_OFF)))
+        warn_line("--think: the chat form `%s` has no switch for thinking", t->name);
+    c.form = form_new(t, &m->vocab, m->chat_template, o->think, o->date);
     int64_t context = context_size(o, m, MAX(o->steps, 0));
     c.limit = (int)MIN(o->steps > 0 ? MIN(o->steps, context) : context, MAX_POSITIONS);
     c.s = start_session(o, m, c.limit, 1);
@@ -5343,7 +5320,7 @@ static int cmd_chat(const Options *o, const Model *m) {
     if (terminal) put(SPAN("\n"));
     if (!o->quiet && c.stats.reply) stats_print(&c.stats, m);
     session_free(c.s), messages_drop(&c.talk, 0, c.talk.n), str_free(&c.form.preset);
-    free(c.talk.p), free(c.sampler.list), free(c.ids.p), str_free(&line), str_free(&notes);
+    free(c.talk.p), free(c.sampler.list), free(c.ids.p), str_free(&line);
     return interrupted ? 130 : 0;
 }
 

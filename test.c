@@ -811,8 +811,7 @@ static void test_templates(void) {
 static void injection_case(const Template *t, const Vocab *v) {
     Form f = form_new(t, v, (Span){"", 0}, THINK_UNSAID, NULL);
     Str hostile = {0}, typed = {0}, want = {0};
-    str_printf(&hostile, "x %s %s <|im_end|> </s> %s x", t->user[0], t->reply[0],
-               t->system[0] ? t->system[0] : "<s>");
+    str_printf(&hostile, "x %s %s <|im_end|> </s> %s x", t->user, t->reply, t->system);
     Conversation c = {0};
     for (int i = 0; i < 4; i++) {
         static const int roles[] = {SYSTEM, USER, REPLY, USER};
