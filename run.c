@@ -4908,33 +4908,91 @@ static Rendering render(const Form *f, const Conversation *c, int skip) {
  * What the program does with a model: one function a mode, listed in modes[] of chapter 14. stdout
  * gets the text (or the result) and nothing else; numbers, progress and warnings go to stderr.
  */
-enum { DEFAULT_STEPS = 256, DEFAULT_CONTEXT = 4096, DEFAULT_CHUNK = 128, SCORE_PIECE = 512 };
+enum { DEFAULT_STEPS = 256, DEFAULT_CONTEXT = 4096, SCORE_PIECE = 512 };
 
-enum { TEMPERATURE, TOP_K, TOP_P, MIN_P, PENALTY, N_SAMPLING };
-static const struct { const char *key; double usual, most; } sampling[N_SAMPLING] = {
-    {"temp", 1.0, 1e6}, {"top_k", 0, INT_MAX}, {"top_p", 0.9, 1}, {"min_p", 0, 1},
-    {"penalty_repeat", 0, 100},         // keys: general.sampling.*
-};
-
-typedef struct {
-    const char *model, *mode, *tokenizer;
-    double sampling[N_SAMPLING];        // NAN where not given
-    int64_t seed, steps, threads, chunk, context; // UNSET where not given
-    const char *input, *file, *system, *template, *date, *logits;
-    int think, kv;                      // THINK_; 1 f32, 2 f16, 0 where not given
+typedef struct {                        // what a user may say, see opts[]
+    const char *model, *tokenizer, *input, *file, *system, *template, *date, *logits;
+    double temperature, top_k, top_p, min_p, repeat_penalty;
+    double seed, steps, threads, chunk, context; // not given: steps is NAN, context 0
+    int mode, think, kv;                // the word's place, from 1 on; 0 where not given
     Span *stops;                        // --stop, in order
     int n_stops;
     bool escapes, ids, no_bos, special, pieces, no_echo, quiet, show_prompt, help, version;
+    bool samples;                       // an option of sampling was given
 } Options;
 
-#define UNSET INT64_MIN
+#define note(o, ...) ((o)->quiet ? (void)0 : warn_line(__VA_ARGS__))
+
+// ---- the options
+enum { OPT_FLAG, OPT_TEXT, OPT_TEXTS, OPT_WORD, OPT_WHOLE, OPT_REAL };
+
+typedef struct {
+    char letter;                        // 0: long name only
+    const char *name, *arg;             // OPT_WORD: arg lists the words
+    int kind;
+    size_t at;                          // place in Options
+    const char *help;
+    double usual, low, high;            // of numbers
+    const char *key;                    // general.sampling.KEY: where a file states it for a chat
+} Opt;
+
+#define OPTION(kind_, field, arg_) .arg = arg_, .kind = kind_, .at = offsetof(Options, field)
+#define FLAG(field) OPTION(OPT_FLAG, field, "")
+#define TEXT(field, arg) OPTION(OPT_TEXT, field, arg)
+#define WORD(field, words) OPTION(OPT_WORD, field, words)
+#define WHOLE(field) OPTION(OPT_WHOLE, field, "N")
+#define REAL(field) OPTION(OPT_REAL, field, "X")
+
+/* The table is the parser and the help text. To add an option: a field in Options, a row here, its
+ * use. */
+static const Opt opts[] = {
+    {'m', "mode", WORD(mode, "generate|chat|tokenize|score|bench|info"), ""},
+    {'i', "input", TEXT(input, "TEXT"), "prompt, first message, text to tokenize or score"},
+    {'f', "file", TEXT(file, "FILE"), "the same from a file, - is stdin"},
+    {'e', "escapes", FLAG(escapes), "in -i, \\n, \\t, \\xHH ... are C's escapes"},
+    {'n', "steps", WHOLE(steps), "positions with the prompt (256; chat: 0, all)", NAN, -1e9, 1e9},
+    {'t', "temperature", REAL(temperature), "0 is greedy; default 1.0", 1, -1e6, 1e6, "temp"},
+    {'p', "top-p", REAL(top_p), "the likeliest up to a sum of X (0.9)", 0.9, -1e6, 1e6, "top_p"},
+    {0, "top-k", WHOLE(top_k), "keep the N likeliest; 0 here, below: off", 0, -1e9, 1e9, "top_k"},
+    {0, "min-p", REAL(min_p), "keep what has X of the best's probability", 0, 0, 1, "min_p"},
+    {0, "repeat-penalty", REAL(repeat_penalty), "weaken the last 64 tokens", 0, 0, 100,
+     "penalty_repeat"},
+    {'s', "seed", WHOLE(seed), "of the draws; 0 or less: from the clock", 0, -9e15, 9e15},
+    {'y', "system", TEXT(system, "TEXT"), "system message of a chat; \"\" is an empty one"},
+    {0, "template", TEXT(template, "NAME"), "force a chat form; `list` lists them"},
+    {0, "think", WORD(think, "on|off|hide"), "let a chat's model think, or think unseen"},
+    {0, "date", TEXT(date, "YYYY-MM-DD"), "the date that a chat form tells the model"},
+    {0, "show-prompt", FLAG(show_prompt), "print to stderr what the model is given"},
+    {0, "stop", OPTION(OPT_TEXTS, stops, "TEXT"), "end a reply before this text; may be repeated"},
+    {0, "no-echo", FLAG(no_echo), "do not repeat the prompt"},
+    {'z', "tokenizer", TEXT(tokenizer, "FILE"), "vocabulary of a .bin (if not beside it)"},
+    {0, "ids", FLAG(ids), "the input is token ids; nothing is added to them"},
+    {0, "no-bos", FLAG(no_bos), "no BOS before the text"},
+    {0, "special", FLAG(special), "control tokens written in the text count"},
+    {0, "pieces", FLAG(pieces), "tokenize: one line a token, id and piece"},
+    {0, "logits", TEXT(logits, "FILE"), "score: write every position's logits, float32"},
+    {'c', "context", WHOLE(context), "positions of the cache (the file's, up to 4096)", 0, 1, 1e9},
+    {0, "kv", WORD(kv, "f32|f16"), "the cache's type (f32 where the weights are f32)"},
+    {0, "threads", WHOLE(threads), "default: one a core", 0, -1e9, 1e9},
+    {0, "chunk", WHOLE(chunk), "rows of a prompt read in one pass (128)", 128, 1, 4096},
+    {'q', "quiet", FLAG(quiet), "nothing on stderr but errors"},
+    {'h', "help", FLAG(help), "this text"},
+    {0, "version", FLAG(version), "the version"},
+};
+
+static Options opts_usual(void) {
+    Options o = {0};
+    for (int i = 0; i < COUNT(opts); i++)
+        if (opts[i].kind >= OPT_WHOLE) *(double *)((char *)&o + opts[i].at) = opts[i].usual;
+    return o;
+}
 
 // ---- input: -i, -f or nothing, used byte for byte
 static Str read_input(const Options *o) {
     Str s = {0};
     str_add(&s, "", 0);
     if (o->input) str_add(&s, o->input, strlen(o->input));
-    if (o->input && o->escapes) unescape(&s);
+    if (o->escapes) unescape(&s);
     if (!o->file) return s;
     FILE *f = strcmp(o->file, "-") ? fopen(o->file, "rb") : stdin;
     if (!f) die("%s: cannot open: %s", o->file, strerror(errno));
@@ -4966,7 +5024,7 @@ static Ids input_ids(const Options *o, const Model *m) {
     if (o->ids) parse_ids(&text, MAX(m->config.vocab_size, m->vocab.size), &ids);
     else {
         if (!o->no_bos) tok_bos(&m->vocab, &ids);
-        tok_encode(&m->vocab, (Span){text.p, text.n}, NULL, o->special ? TOK_SPECIAL : 0, &ids);
+        tok_encode(&m->vocab, str_span(&text), NULL, o->special ? TOK_SPECIAL : 0, &ids);
         if (m->vocab.add_eos && m->vocab.eos >= 0) ids_add(&ids, m->vocab.eos);
     }
     str_free(&text);
@@ -4985,24 +5043,17 @@ static void put(Span s) {
     if (s.n) fwrite(s.p, 1, s.n, stdout), out_flush();
 }
 
-// As valid UTF-8 without control characters but newline and tab.
-static void print_clean(FILE *f, const Str *s) {
-    Stream clean = {.terminal = true};
-    Span shown = stream_push(&clean, (Span){s->p, s->n});
-    fwrite(shown.p, 1, shown.n, f);
-    shown = stream_flush(&clean);
-    fwrite(shown.p, 1, shown.n, f);
-    stream_free(&clean);
-}
-
-// A text on one line: control characters and the backslash as escapes.
-static void add_escaped(Str *out, Span s) {
-    for (size_t i = 0; i < s.n; i++) {
-        unsigned char c = (unsigned char)s.p[i];
-        if (c == '\n') str_printf(out, "\\n");
-        else if (c == '\\') str_printf(out, "\\\\");
-        else if (c < 32 || c == 127) str_printf(out, "\\x%02x", c);
-        else str_add(out, s.p + i, 1);
+// A text that may be shown: what could steer a terminal or is no UTF-8 as escapes, and where it has
+// to stay on one line newlines too.
+static void add_shown(Str *out, Span s, bool one_line) {
+    for (size_t n; s.n; s.p += n, s.n -= n) {
+        int length = utf8_length(s.p, s.n);
+        n = (size_t)MAX(length, 1);
+        bool kept = !one_line && (*s.p == '\n' || *s.p == '\t');
+        if (*s.p == '\n' && !kept) str_printf(out, "\\n");
+        else if (*s.p == '\\' && one_line) str_printf(out, "\\\\");
+        else if (length > 0 && (kept || !is_control(s.p))) str_add(out, s.p, n);
+        else for (size_t i = 0; i < n; i++) str_printf(out, "\\x%02x", (uint8_t)s.p[i]);
     }
 }
 
@@ -5010,65 +5061,63 @@ static bool shows_progress(const Options *o) { return !o->quiet && isatty(fileno
 
 // ---- what all modes that run the model share
 static Session *start_session(const Options *o, const Model *m, int64_t positions, int logit_rows) {
-    int chunk = o->chunk == UNSET ? DEFAULT_CHUNK : (int)MIN(MAX(o->chunk, 1), 4096);
-    int threads = o->threads == UNSET || !o->threads ? default_threads(m)
-                : (int)MIN(MAX(o->threads, 1), MIN(MAX_THREADS, 4 * core_count()));
-    return session_new(m, (int)MIN(positions, MAX_POSITIONS), chunk,
-                       o->kv ? o->kv == 2 : !m->all_f32, threads, logit_rows);
+    int most = MIN(MAX_THREADS, 4 * core_count());
+    int threads = o->threads ? (int)MIN(MAX(o->threads, 1), most) : default_threads(m);
+    return session_new(m, (int)positions, (int)o->chunk, o->kv ? o->kv == 2 : !m->all_f32, threads,
+                       logit_rows);
 }
 
 // Positions of the cache: -c, or the file's context, at most 4,096 unless more are wanted.
 static int64_t context_size(const Options *o, const Model *m, int64_t wanted) {
-    if (o->context == UNSET) return MIN(m->config.seq_len, MAX(DEFAULT_CONTEXT, wanted));
-    if (o->context > m->config.seq_len && !o->quiet)
-        warn_line("-c %" PRId64 " is more than the %d positions the model was trained for",
-                  o->context, m->config.seq_len);
-    return o->context;
+    if (!o->context) return MIN(m->config.seq_len, MAX(DEFAULT_CONTEXT, wanted));
+    if (o->context > m->config.seq_len)
+        note(o, "-c %.0f is more than the %d positions the model was trained for", o->context,
+             m->config.seq_len);
+    return (int64_t)o->context;
 }
 
-static bool sampling_fits(int i, double x) {
-    return x >= 0 && x <= sampling[i].most && !(i == PENALTY && x > 0 && x < 0.01);
-}
-
-static double sampling_stated(const Gguf *g, int i) { // by the file; NAN: nothing of use
+static double sampling_stated(const Gguf *g, const Opt *opt) { // by the file; NAN: nothing of use
     char key[64];
-    snprintf(key, sizeof key, "general.sampling.%s", sampling[i].key);
+    snprintf(key, sizeof key, "general.sampling.%s", opt->key ? opt->key : "");
     const GgufValue *v = g ? gguf_find(g, key) : NULL;
     int64_t n;
     double x = NAN;
     if (v && !v->array && v->type == GGUF_F32) x = (double)f32_at(g->r->base + v->at);
     else if (v && !v->array && gguf_element(g, v, 0, &n)) x = (double)n;
-    return sampling_fits(i, x) ? x : NAN;
+    return x >= 0 && x <= opt->high ? x : NAN;
 }
 
 // What the file states counts in a chat where no sampling option is given.
 static Sampler start_sampler(const Options *o, const Session *s, bool chat) {
-    double use[N_SAMPLING];
-    for (int i = 0; i < N_SAMPLING; i++) chat &= isnan(o->sampling[i]);
-    for (int i = 0; i < N_SAMPLING; i++) {
-        use[i] = chat ? sampling_stated(s->model->gguf, i) : o->sampling[i];
-        if (isnan(use[i])) use[i] = sampling[i].usual;
+    Options use = *o;
+    for (int i = 0; chat && !o->samples && i < COUNT(opts); i++) {
+        double stated = sampling_stated(s->model->gguf, &opts[i]);
+        if (!isnan(stated)) *(double *)((char *)&use + opts[i].at) = stated;
     }
-    Sampler sampler = {
-        .temperature = (float)use[TEMPERATURE],
-        .top_p = (float)use[TOP_P],
-        .min_p = (float)use[MIN_P],
-        .repeat_penalty = (float)use[PENALTY],
-        .top_k = (int)use[TOP_K],
-        .rng = o->seed > 0 ? (uint64_t)o->seed : time_seed(),
-        .isa = s->team.isa,
+    if (use.top_p < 0 || use.top_p > 1) use.top_p = 0.9; // this and the next line as llama2.c
+    if (use.temperature < 0) use.temperature = 0;
+    uint64_t seed = o->seed > 0 ? (uint64_t)o->seed : (time_seed() | 1) % (1ull << 53);
+    if (!o->quiet && use.temperature > 0) fprintf(stderr, "seed: %" PRIu64 "\n", seed);
+    return (Sampler){
+        .temperature = (float)use.temperature, .top_p = (float)use.top_p,
+        .min_p = (float)use.min_p, .repeat_penalty = (float)use.repeat_penalty,
+        .top_k = (int)use.top_k, .rng = seed, .isa = s->team.isa,
         .list = xalloc((size_t)s->model->config.vocab_size, sizeof(Candidate)),
     };
-    if (!sampler.rng) sampler.rng = 1;  // a state of 0 would stay 0
-    if (!o->quiet && sampler.temperature > 0)
-        fprintf(stderr, "seed: %" PRIu64 "\n", sampler.rng);
-    return sampler;
 }
 
-typedef struct {                        // tokens on their way to stdout
+// ---- generate and chat: a model that speaks
+typedef struct {
     const Options *o;
     const Model *m;
-    const Template *t;                  // of a chat, or NULL
+    Session *s;
+    Sampler sampler;
+    Stats stats;
+    Ids ids;                            // what the model has read and said
+    int64_t limit;                      // positions they may fill
+    Form form;                          // of a chat, else form.t is NULL
+    Conversation talk;                  // of a chat
+    // tokens on their way to stdout
     Stream stream;
     Str piece, reply;                   // reply: all that came, behind `seed` bytes of the prompt
     size_t seed, thought, said;         // thinking and answer that were given out, in bytes
@@ -5076,8 +5125,10 @@ typedef struct {                        // tokens on their way to stdout
     int prev;
 } Speaker;
 
-static Speaker speaker_new(const Options *o, const Model *m, const Template *t) {
-    Speaker s = {.o = o, .m = m, .t = t, .prev = NO_TOKEN};
+static Speaker speaker_new(const Options *o, const Model *m, int64_t positions, bool chat) {
+    Speaker s = {.o = o, .m = m, .limit = positions, .prev = NO_TOKEN};
+    s.s = start_session(o, m, positions, 1);
+    s.sampler = start_sampler(o, s.s, chat);
     s.stream.terminal = isatty(fileno(stdout));
     return s;
 }
@@ -5089,13 +5140,9 @@ static void speaker_stops(Speaker *s) {
     s->stream.stops = s->o->stops, s->stream.n_stops = s->o->n_stops;
 }
 
-static Parts speaker_parts(const Speaker *s, bool end) {
-    return reply_parts(s->t, (Span){s->reply.p, s->reply.n}, s->seed, end);
-}
-
 // Gives out what is new in a chat's reply: thinking where it is to be shown, and the answer.
 static void speaker_reply(Speaker *s, bool end) {
-    Parts p = speaker_parts(s, end);
+    Parts p = reply_parts(s->form.t, str_span(&s->reply), s->seed, end);
     bool show = s->o->think != THINK_HIDE && s->o->think != THINK_OFF;
     if (show && p.thought.n > s->thought) {
         if (!s->thought) speaker_put(s, SPAN("<think>"));
@@ -5115,85 +5162,75 @@ static void speaker_reply(Speaker *s, bool end) {
 
 static void speaker_say(Speaker *s, int id) {
     const Vocab *v = &s->m->vocab;
+    const Template *t = s->form.t;
     s->piece.n = 0;
     tok_piece(v, id, s->prev, &s->piece);
     s->prev = id;
-    if (s->t && !s->piece.n && id < v->size) { // a control token is part of marks or of nothing
+    if (!t) speaker_put(s, str_span(&s->piece));
+    if (!t) return;
+    if (!s->piece.n && id < v->size) {  // a control token is part of marks or of nothing
         str_add(&s->piece, tok_spelling(v, id).p, tok_spelling(v, id).n);
-        if (!strstr(think_mark(s->t, 0), s->piece.p) && !strstr(think_mark(s->t, 1), s->piece.p))
+        if (!strstr(think_mark(t, 0), s->piece.p) && !strstr(think_mark(t, 1), s->piece.p))
             s->piece.n = 0;
     }
-    Span piece = {s->piece.p, s->piece.n};
-    if (s->t) str_add(&s->reply, piece.p, piece.n), speaker_reply(s, false);
-    else speaker_put(s, piece);
-}
-
-static void speaker_end(Speaker *s) {
-    if (s->t) speaker_reply(s, true);
-    put(stream_flush(&s->stream));
-    put(SPAN("\n"));
-}
-
-static void speaker_free(Speaker *s) {
-    stream_free(&s->stream), str_free(&s->piece), str_free(&s->reply);
+    str_add(&s->reply, s->piece.p, s->piece.n);
+    speaker_reply(s, false);
 }
 
 // Samples and shows tokens until an end token, a stop string, Ctrl-C, or `limit` tokens in all;
 // counts and times what was read and made.
-static void speak(Session *s, Sampler *sampler, Speaker *speaker, Ids *ids, int64_t limit,
-                  Stats *stats) {
-    const Model *m = s->model;
-    int64_t fed = s->fed, before = (int64_t)ids->n;
+static void speak(Speaker *s) {
+    const Vocab *v = &s->m->vocab;
+    Ids *ids = &s->ids;
+    Stats *stats = &s->stats;
+    int64_t fed = s->s->fed, before = (int64_t)ids->n;
     double start = now();
-    float *logits = session_sync(s, ids->p, (int)ids->n, shows_progress(speaker->o));
-    stats->prompt += s->fed - fed, stats->prompt_s += now() - start, start = now();
+    float *logits = session_sync(s->s, ids->p, (int)ids->n, shows_progress(s->o));
+    stats->prompt += s->s->fed - fed, stats->prompt_s += now() - start, start = now();
     // ids that may be sampled: embedding rows beyond the tokenizer's entries mean nothing
-    int n = m->vocab.size ? MIN(m->vocab.size, m->config.vocab_size) : m->config.vocab_size;
-    while (logits && (int64_t)ids->n < limit && !interrupted && !speaker->stream.stopped) {
-        int next = sample(sampler, logits, n, ids->p, (int)ids->n);
+    int n = MIN(v->size ? v->size : INT_MAX, s->m->config.vocab_size);
+    while (logits && (int64_t)ids->n < s->limit && !interrupted && !s->stream.stopped) {
+        int next = sample(&s->sampler, logits, n, ids->p, (int)ids->n);
         // generate on a .bin ends at BOS alone, as llama2.c
-        if (speaker->t || m->gguf ? next < m->vocab.size && m->vocab.stop[next]
-                                  : next == m->vocab.bos)
-            break;
+        if (s->form.t || s->m->gguf ? next < v->size && v->stop[next] : next == v->bos) break;
         ids_add(ids, next);
-        speaker_say(speaker, next);
-        if ((int64_t)ids->n < limit && !speaker->stream.stopped)
-            logits = session_sync(s, ids->p, (int)ids->n, false);
+        speaker_say(s, next);
+        if ((int64_t)ids->n < s->limit && !s->stream.stopped)
+            logits = session_sync(s->s, ids->p, (int)ids->n, false);
     }
     stats->reply += (int64_t)ids->n - before, stats->reply_s += now() - start;
 }
 
-// ---- generate
-static int cmd_generate(const Options *o, const Model *m) {
+static void speaker_end(Speaker *s) {
+    if (s->form.t) speaker_reply(s, true);
+    put(stream_flush(&s->stream));
+    put(SPAN("\n"));
+}
+
+static void cmd_generate(const Options *o, const Model *m) {
     Ids ids = input_ids(o, m);
     if (!ids.n) ids_add(&ids, m->vocab.bos >= 0 ? m->vocab.bos : MAX(m->vocab.eos, 0));
-    int64_t prompt = (int64_t)ids.n, steps = o->steps;
-    if (steps == UNSET) steps = prompt < DEFAULT_STEPS ? DEFAULT_STEPS : prompt + DEFAULT_STEPS;
-    int64_t context = context_size(o, m, steps <= 0 ? m->config.seq_len : steps);
-    bool cut = o->steps > 0 && prompt > o->steps; // only the user's own -n may cut a prompt
-    if (steps <= 0 || steps > context) steps = context;
-    if (prompt > context && (!cut || steps < o->steps))
+    int64_t prompt = (int64_t)ids.n, steps = INT_MAX; // as far as the context goes
+    if (isnan(o->steps)) steps = prompt < DEFAULT_STEPS ? DEFAULT_STEPS : prompt + DEFAULT_STEPS;
+    else if (o->steps > 0) steps = (int64_t)o->steps;
+    int64_t context = context_size(o, m, steps);
+    if (MIN(prompt, steps) > context)
         die("the prompt has %" PRId64 " tokens, the context %" PRId64
             " positions (-c N makes it larger)", prompt, context);
-    if (cut && !o->quiet)
-        warn_line("the prompt has %" PRId64 " tokens, -n is %" PRId64 ": nothing is generated",
-                  prompt, steps);
-    Session *s = cut ? NULL : start_session(o, m, MIN(context, MAX(steps, prompt)), 1);
-    Sampler sampler = {0};
-    if (s) sampler = start_sampler(o, s, false);
-    Speaker speaker = speaker_new(o, m, NULL);
+    bool cut = prompt > steps;          // only the user's own -n may cut a prompt
+    if (cut)
+        note(o, "the prompt has %d tokens, -n is %d: nothing is generated", (int)prompt, (int)steps);
+    steps = MIN(steps, context);
+    Speaker s = speaker_new(o, m, steps, false);
+    s.ids = ids, s.limit = steps + 1;   // the last token is not read
     bool bos = ids.p[0] == m->vocab.bos; // it marks the beginning and is not shown
-    speaker.prev = o->no_echo ? ids.p[prompt - 1] : bos ? ids.p[0] : NO_TOKEN;
+    s.prev = o->no_echo ? ids.p[prompt - 1] : bos ? ids.p[0] : NO_TOKEN;
     for (int64_t i = bos; !o->no_echo && i < (cut ? steps + bos : prompt); i++)
-        speaker_say(&speaker, ids.p[i]);
-    speaker_stops(&speaker);
-    Stats stats = {0};
-    if (s) speak(s, &sampler, &speaker, &ids, steps + 1, &stats);
-    speaker_end(&speaker), speaker_free(&speaker);
-    if (!o->quiet && stats.reply) stats_print(&stats, m);
-    if (s) session_free(s);
-    free(sampler.list), free(ids.p);
-    return interrupted ? 130 : 0;
+        speaker_say(&s, ids.p[i]);
+    speaker_stops(&s);
+    if (!cut) speak(&s);
+    speaker_end(&s);
+    if (!o->quiet && s.stats.reply) stats_print(&s.stats, m);
 }
 
 // ---- chat
@@ -5213,133 +5250,110 @@ static bool read_line(Str *line, bool terminal) {
 }
 
 static void show_prompt(const Vocab *v, const Ids *ids) { // what the model has been given so far
-    Str text = {0};
+    Str text = {0}, shown = {0};
     fprintf(stderr, "prompt ids:");
     for (size_t i = 0; i < ids->n; i++) fprintf(stderr, " %d", ids->p[i]);
     for (size_t i = 0; i < ids->n; i++) tok_name(v, ids->p[i], &text);
-    fprintf(stderr, "\n");
-    print_clean(stderr, &text);
-    fprintf(stderr, "\n");
-    str_free(&text);
+    add_shown(&shown, str_span(&text), false);
+    fprintf(stderr, "\n%s\n", shown.p);
+    str_free(&text), str_free(&shown);
 }
 
-typedef struct {
-    const Options *o;
-    const Model *m;
-    Form form;
-    Session *s;
-    Sampler sampler;
-    Conversation talk;
-    Ids ids;                            // of the prompt, then of the reply too
-    size_t seed;                        // bytes at the prompt's end that begin a mark of thinking
-    int limit;                          // positions the conversation may fill
-    Stats stats;
-} Chat;
-
 // The conversation without the `skip` messages that follow the system message, as ids.
-static size_t chat_ids(Chat *c, int skip) {
-    Rendering r = render(&c->form, &c->talk, skip);
-    c->ids.n = 0;
-    c->seed = span_overlap(span_trim((Span){r.text.p, r.text.n}), think_mark(c->form.t, 0));
-    tok_encode(c->form.v, (Span){r.text.p, r.text.n}, (const uint8_t *)r.typed.p, TOK_SPECIAL,
-               &c->ids);
+static size_t chat_ids(Speaker *s, int skip) {
+    Rendering r = render(&s->form, &s->talk, skip);
+    s->ids.n = 0;
+    s->seed = span_overlap(span_trim(str_span(&r.text)), think_mark(s->form.t, 0));
+    tok_encode(&s->m->vocab, str_span(&r.text), (const uint8_t *)r.typed.p, TOK_SPECIAL, &s->ids);
     rendering_free(&r);
-    return c->ids.n;
+    return s->ids.n;
 }
 
 // The conversation as ids. If it leaves no room for a reply the oldest turns are dropped, the
 // system message never, and the user is told. False if the last message alone is too long: it is
 // left out.
-static bool chat_prompt(Chat *c) {
-    int first = c->talk.n && c->talk.p[0].role == SYSTEM, skip = 0;
-    size_t room = (size_t)(c->limit - MIN(c->limit / 4, 64) - 1);
-    if (chat_ids(c, c->talk.n - first - 1) > room) {
-        if (!c->o->quiet)
-            warn_line("this message makes %zu tokens of %d: it is left out (-c N makes room)",
-                      c->ids.n, c->limit);
+static bool chat_prompt(Speaker *s) {
+    int first = s->talk.p[0].role == SYSTEM, last = s->talk.n - 1, skip = 0;
+    size_t room = (size_t)(s->limit - MIN(s->limit / 4, 64) - 1);
+    if (chat_ids(s, last - first) > room) {
+        note(s->o, "this message makes %zu tokens of %" PRId64 ": it is left out (-c N makes room)",
+             s->ids.n, s->limit);
+        messages_drop(&s->talk, last, 1);
         return false;
     }
-    while (chat_ids(c, skip) > room) skip += 2;
-    if (skip && !c->o->quiet)
-        warn_line("context full (%d positions): the oldest messages are forgotten", c->limit);
-    messages_drop(&c->talk, first, skip);
+    while (chat_ids(s, skip) > room) skip += 2;
+    if (skip)
+        note(s->o, "context full (%" PRId64 " positions): the oldest messages are forgotten",
+             s->limit);
+    messages_drop(&s->talk, first, skip);
     return true;
 }
 
 // What a reply is in the conversation: it ends before a stop string; where the marks of thinking
 // are control tokens, which are no text, the answer alone is kept.
 static Span chat_text(const Speaker *s) {
-    Parts p = speaker_parts(s, true);
-    Span whole = {s->reply.p, s->reply.n};
+    Span whole = str_span(&s->reply);
+    Parts p = reply_parts(s->form.t, whole, s->seed, true);
     const char *found;
     for (int i = 0; p.answer.p && i < s->o->n_stops; i++)
         if ((found = span_find(p.answer, s->o->stops[i].p)))
             p.answer.n = (size_t)(found - p.answer.p), whole.n = (size_t)(found - whole.p);
-    return s->t->think[0] || !p.thought.p ? p.answer : whole;
+    return s->form.t->think[0] || !p.thought.p ? p.answer : whole;
 }
 
-static void chat_reply(Chat *c) {
-    Speaker s = speaker_new(c->o, c->m, c->form.t);
-    str_add(&s.reply, think_mark(s.t, 0), s.seed = c->seed);
-    speak(c->s, &c->sampler, &s, &c->ids, c->limit, &c->stats);
-    speaker_end(&s);
-    if ((int64_t)c->ids.n == c->limit && !c->o->quiet)
-        warn_line("context full (%d positions): the reply ends here", c->limit);
-    if (interrupted && s.reply.n == s.seed) messages_drop(&c->talk, c->talk.n - 1, 1); // not asked
-    else message_add(&c->talk, REPLY, chat_text(&s));
-    speaker_free(&s);
+static void chat_reply(Speaker *s) {
+    stream_free(&s->stream);
+    s->stream = (Stream){.terminal = s->stream.terminal};
+    s->reply.n = s->thought = s->said = 0, s->answering = false, s->prev = NO_TOKEN;
+    str_add(&s->reply, think_mark(s->form.t, 0), s->seed);
+    speak(s);
+    speaker_end(s);
+    if ((int64_t)s->ids.n == s->limit)
+        note(s->o, "context full (%" PRId64 " positions): the reply ends here", s->limit);
+    if (interrupted && s->reply.n == s->seed) messages_drop(&s->talk, s->talk.n - 1, 1);
+    else message_add(&s->talk, REPLY, chat_text(s));
 }
 
-static int cmd_chat(const Options *o, const Model *m) {
-    Chat c = {.o = o, .m = m};
-    Str line = {0};
+static void cmd_chat(const Options *o, const Model *m) {
     const Template *t = o->template ? template_named(o->template) : template_of(m, o->quiet);
-    bool chosen = o->think == THINK_ON || o->think == THINK_OFF;
-    if (!o->quiet && chosen && !(t->rules & (SWITCH_ON | SWITCH_OFF)))
-        warn_line("--think: the chat form `%s` has no switch for thinking", t->name);
-    c.form = form_new(t, &m->vocab, m->chat_template, o->think, o->date);
-    int64_t context = context_size(o, m, MAX(o->steps, 0));
-    c.limit = (int)MIN(o->steps > 0 ? MIN(o->steps, context) : context, MAX_POSITIONS);
-    c.s = start_session(o, m, c.limit, 1);
-    c.sampler = start_sampler(o, c.s, true);
-    if (o->system) message_add(&c.talk, SYSTEM, (Span){o->system, strlen(o->system)});
+    if ((o->think == THINK_ON || o->think == THINK_OFF) && !(t->rules & (SWITCH_ON | SWITCH_OFF)))
+        note(o, "--think: the chat form `%s` has no switch for thinking", t->name);
+    int64_t context = context_size(o, m, (int64_t)MAX(o->steps, 0));
+    Speaker s = speaker_new(o, m, o->steps > 0 ? MIN((int64_t)o->steps, context) : context, true);
+    s.form = form_new(t, &m->vocab, m->chat_template, o->think, o->date);
+    if (o->system) message_add(&s.talk, SYSTEM, (Span){o->system, strlen(o->system)});
     bool terminal = isatty(fileno(stdin)), first = o->input || o->file;
+    Str line = {0};
     if (first) line = read_input(o);
     for (;; first = false) {
         if (!first && terminal) put(SPAN("User: "));
         if (!first && !read_line(&line, terminal)) break;
         interrupt_arm();
-        if (span_trim((Span){line.p, line.n}).n == 0) continue;
-        message_add(&c.talk, USER, (Span){line.p, line.n});
-        if (!chat_prompt(&c)) { messages_drop(&c.talk, c.talk.n - 1, 1); continue; }
-        if (o->show_prompt) show_prompt(&m->vocab, &c.ids);
+        if (span_trim(str_span(&line)).n == 0) continue;
+        message_add(&s.talk, USER, str_span(&line));
+        if (!chat_prompt(&s)) continue;
+        if (o->show_prompt) show_prompt(&m->vocab, &s.ids);
         if (terminal) put(SPAN("Assistant: "));
-        chat_reply(&c);
+        chat_reply(&s);
         if (interrupted) interrupt_arm();
     }
     if (terminal) put(SPAN("\n"));
-    if (!o->quiet && c.stats.reply) stats_print(&c.stats, m);
-    session_free(c.s), messages_drop(&c.talk, 0, c.talk.n), str_free(&c.form.preset);
-    free(c.talk.p), free(c.sampler.list), free(c.ids.p), str_free(&line);
-    return interrupted ? 130 : 0;
+    if (!o->quiet && s.stats.reply) stats_print(&s.stats, m);
 }
 
 // ---- tokenize
-static int cmd_tokenize(const Options *o, const Model *m) {
+static void cmd_tokenize(const Options *o, const Model *m) {
     Ids ids = input_ids(o, m);
     Str out = {0}, name = {0};
     for (size_t i = 0; i < ids.n; i++) {
-        str_printf(&out, o->pieces ? "%d " : i ? " %d" : "%d", ids.p[i]);
+        str_printf(&out, i && !o->pieces ? " %d" : "%d", ids.p[i]);
         if (!o->pieces) continue;
         name.n = 0;
         tok_name(&m->vocab, ids.p[i], &name);
-        add_escaped(&out, (Span){name.p, name.n});
-        str_add(&out, "\n", 1);
+        str_add(&out, " ", 1), add_shown(&out, str_span(&name), true), str_add(&out, "\n", 1);
     }
     if (!o->pieces) str_add(&out, "\n", 1);
-    print_clean(stdout, &out);
-    str_free(&out), str_free(&name), free(ids.p);
-    return 0;
+    put(str_span(&out));
 }
 
 // ---- score
@@ -5348,8 +5362,7 @@ typedef struct { int64_t n; double sum, squares; } Score;
 // Negative log of the probability that logits (n) give to id; the logits are used up.
 static double score_nll(const VecOps *ops, float *logits, int n, int id) {
     float max = ops->row_max(logits, 0, n), chosen = logits[id];
-    double sum = (double)ops->exps(logits, 0, n, max);
-    double nll = log(sum) - ((double)chosen - (double)max);
+    double nll = log((double)ops->exps(logits, 0, n, max)) - ((double)chosen - (double)max);
     if (!isfinite(nll)) die_not_finite();
     return nll;
 }
@@ -5358,8 +5371,8 @@ static double score_nll(const VecOps *ops, float *logits, int n, int id) {
 static void score_piece(Session *s, const int *ids, int n, int from, Score *t, FILE *dump) {
     size_t vocab = (size_t)s->model->config.vocab_size;
     s->n_tokens = 0;
-    for (int done = 0; done < n && !interrupted;) {
-        int step = MIN(s->logit_rows, n - done);
+    for (int done = 0, step; done < n && !interrupted; done += step) {
+        step = MIN(s->logit_rows, n - done);
         float *logits = session_feed(s, ids + done, step, WANT_ALL);
         if (dump && fwrite(logits, sizeof *logits * vocab, (size_t)step, dump) != (size_t)step)
             die("--logits: cannot write: %s", strerror(errno));
@@ -5368,34 +5381,32 @@ static void score_piece(Session *s, const int *ids, int n, int from, Score *t, F
                                    ids[done + i + 1]);
             t->n++, t->sum += nll, t->squares += nll * nll;
         }
-        done += step;
     }
 }
 
-static int cmd_score(const Options *o, const Model *m) {
+// A text longer than the context is scored as llama.cpp's perplexity tool does: in pieces, BOS in
+// the place of the first of each, the second half of each counts.
+static void cmd_score(const Options *o, const Model *m) {
     Ids ids = input_ids(o, m);
-    if (ids.n < 2) die("score: the text has %zu tokens, at least 2 are needed", ids.n);
-    int64_t context = o->context != UNSET ? context_size(o, m, 0)
-                                          : MIN(SCORE_PIECE, m->config.seq_len);
-    bool pieces = (int64_t)ids.n > context;
+    int64_t n = (int64_t)ids.n, context = MIN(SCORE_PIECE, m->config.seq_len);
+    if (o->context) context = context_size(o, m, 0);
+    bool pieces = n > context, bos = m->vocab.add_bos && m->vocab.bos >= 0 && !o->no_bos && !o->ids;
+    if (n < 2) die("score: the text has %" PRId64 " tokens, at least 2 are needed", n);
     if (pieces && o->logits)
-        die("--logits: the text has %zu tokens, the context %" PRId64 " positions: use -c %zu",
-            ids.n, context, ids.n);
+        die("--logits: the text has %" PRId64 " tokens, the context %" PRId64
+            " positions: use -c %" PRId64, n, context, n);
     if (pieces && context < 4)
         die("score: -c %" PRId64 ", expected 4 or more to cut a text in pieces", context);
     FILE *dump = o->logits ? fopen(o->logits, "wb") : NULL;
     if (o->logits && !dump) die("%s: cannot open: %s", o->logits, strerror(errno));
     Session *s = start_session(o, m, context, 32);
     Score t = {0};
-    if (!pieces) score_piece(s, ids.p, (int)ids.n, 0, &t, dump);
-    for (size_t at = 0; pieces && at + (size_t)context <= ids.n && !interrupted;
-         at += (size_t)context) {
-        // as llama.cpp's perplexity tool: BOS in the place of the first, the second half counts
-        if (m->vocab.add_bos && m->vocab.bos >= 0 && !o->no_bos && !o->ids)
-            ids.p[at] = m->vocab.bos;
-        score_piece(s, ids.p + at, (int)context, (int)(context / 2), &t, NULL);
-        if (shows_progress(o))
-            fprintf(stderr, "\r%zu of %zu tokens, perplexity %.4f", at + (size_t)context, ids.n,
+    int64_t size = pieces ? context : n;
+    for (int64_t at = 0; at + size <= n && !interrupted; at += size) {
+        if (pieces && bos) ids.p[at] = m->vocab.bos;
+        score_piece(s, ids.p + at, (int)size, pieces ? (int)(size / 2) : 0, &t, dump);
+        if (pieces && shows_progress(o))
+            fprintf(stderr, "\r%" PRId64 " of %" PRId64 " tokens, perplexity %.4f", at + size, n,
                     exp(t.sum / (double)MAX(t.n, 1)));
     }
     if (pieces && shows_progress(o)) fprintf(stderr, "\n");
@@ -5405,25 +5416,22 @@ static int cmd_score(const Options *o, const Model *m) {
     if (!interrupted)
         fprintf(stdout, "tokens %" PRId64 " nll %.5f ppl %.5f error %.5f\n", t.n, nll, exp(nll),
                 error);
-    session_free(s), free(ids.p);
-    return interrupted ? 130 : 0;
 }
 
 // ---- bench
-static int cmd_bench(const Options *o, const Model *m) {
+static void cmd_bench(const Options *o, const Model *m) {
     static const struct { const char *phase; int tokens, depth; } phases[] = {
         {"prefill", 512, 0}, {"decode", 64, 0}, {"decode", 64, 512}, {"decode", 64, 4096}};
-    int64_t most = MIN(m->config.seq_len, 4096 + 64);
-    int64_t room = o->context != UNSET ? context_size(o, m, 0) : most;
+    int room = o->context ? (int)context_size(o, m, 0) : MIN(m->config.seq_len, 4096 + 64);
     Session *s = start_session(o, m, room, 1);
     uint64_t rng = 42;
     int *ids = xalloc((size_t)room, sizeof *ids);
-    for (int64_t i = 0; i < room; i++)
+    for (int i = 0; i < room; i++)
         ids[i] = (int)(rng_next(&rng) % (uint32_t)m->config.vocab_size);
-    session_sync(s, ids, (int)MIN(8, room), false); // first touch of the weights is not timed
+    session_sync(s, ids, MIN(8, room), false); // first touch of the weights is not timed
     put(SPAN("phase,tokens,depth,threads,tokens_per_s,gb_per_s\n"));
-    for (int i = 0; i < COUNT(phases) && phases[i].depth < room && !interrupted; i++) {
-        int depth = phases[i].depth, n = (int)MIN(phases[i].tokens, room - depth);
+    for (int i = 0; i < COUNT(phases) && phases[i].depth < room; i++) {
+        int depth = phases[i].depth, n = MIN(phases[i].tokens, room - depth);
         int step = i ? 1 : s->chunk, passes = (n + step - 1) / step;
         s->n_tokens = MIN(s->n_tokens, depth);
         if (depth) session_sync(s, ids, depth, false);
@@ -5438,181 +5446,122 @@ static int cmd_bench(const Options *o, const Model *m) {
                 rate(n, seconds), rate(bytes, seconds) / 1e9);
         out_flush();
     }
-    session_free(s), free(ids);
-    return interrupted ? 130 : 0;
 }
 
 // ---- info: what is in the file, one `key: value` a line, as far as it says so
 static void info_text(Str *out, const char *key, Span value) { // no value can forge a line
     str_printf(out, "%s: ", key);
-    add_escaped(out, value);
+    add_shown(out, value, true);
     str_add(out, "\n", 1);
 }
 
-enum { SIZE_LAYERS, SIZE_WIDTH, SIZE_HIDDEN, SIZE_HEADS, SIZE_KV_HEADS, SIZE_HEAD, SIZE_CONTEXT,
-       N_SIZES };
-static const struct { const char *name, *key; } info_sizes[N_SIZES] = {
-    {"layers", ".block_count"}, {"width", ".embedding_length"}, {"hidden", ".feed_forward_length"},
-    {"heads", ".attention.head_count"}, {"kv_heads", ".attention.head_count_kv"},
-    {"head_size", ".attention.key_length"}, {"context", ".context_length"},
-};
-
-static void info_bin(const Model *m, Str *out, int64_t *size) {
+static bool info_types(const Model *m, Str *out) { // is the cache f16 by default?
+    const Gguf *g = m->gguf;
     const Config *c = &m->config;
-    const int64_t known[N_SIZES] = {c->n_layers, c->dim, c->hidden_dim, c->n_heads, c->n_kv_heads,
-                                    c->head_size, c->seq_len};
-    memcpy(size, known, sizeof known);
-    int64_t kv = (int64_t)c->n_kv_heads * c->head_size;
-    int64_t layer = (int64_t)c->dim * (2 + 2LL * c->dim + 2 * kv + 3LL * c->hidden_dim);
-    str_printf(out, "parameters: %" PRId64 "\ntypes: %s\n",
-               c->n_layers * layer + c->dim + (int64_t)c->dim * c->vocab_size * (m->tied ? 1 : 2),
-               m->version == 2 ? "int8" : "f32");
-}
-
-static bool info_gguf(const Gguf *g, Str *out, int64_t *size) { // is its cache f16 by default?
     int64_t count[COUNT(formats) + 1] = {0}, parameters = 0;
-    bool half = false, untied = map_find(&g->name_map, g->names, SPAN("output.weight")) >= 0;
-    for (int i = 0; i < g->n_tensors; i++) {
+    bool half = m->version == 2;        // of a .bin
+    if (!g) {
+        int64_t kv = (int64_t)c->n_kv_heads * c->head_size;
+        int64_t layer = (int64_t)c->dim * (2 + 2LL * c->dim + 2 * kv + 3LL * c->hidden_dim);
+        parameters = c->n_layers * layer + c->dim
+                     + (int64_t)c->dim * c->vocab_size * (m->tied ? 1 : 2);
+    }
+    bool untied = g && map_find(&g->name_map, g->names, SPAN("output.weight")) >= 0;
+    for (int i = 0; g && i < g->n_tensors; i++) {
         const GgufTensor *t = &g->tensors[i];
         const Format *f = gguf_format(t->type);
         count[f ? f - formats : COUNT(formats)]++;
         half |= t->type != TYPE_F32 && !(untied && span_is(g->names[i], "token_embd.weight"));
         parameters += (int64_t)(t->dims[0] * t->dims[1] * t->dims[2] * t->dims[3]);
     }
-    str_printf(out, "parameters: %" PRId64 "\ntypes:", parameters);
+    str_printf(out, "parameters: %" PRId64 "\ntypes:%s", parameters,
+               g ? "" : half ? " int8" : " f32");
     for (int i = 0; i < COUNT(count); i++)
         if (count[i])
             str_printf(out, " %s %" PRId64, i < COUNT(formats) ? formats[i].name : "unknown",
                        count[i]);
     str_printf(out, "\n");
-    for (int k = 0; k < N_SIZES; k++) { // of several, one a layer, the largest
-        const GgufValue *v = gguf_find(g, info_sizes[k].key);
-        int64_t n;
-        if (!v && k == SIZE_KV_HEADS) size[k] = size[SIZE_HEADS];
-        if (!v && k == SIZE_HEAD) size[k] = size[SIZE_WIDTH] / MAX(size[SIZE_HEADS], 1);
-        for (uint64_t i = 0; v && i < v->count && gguf_element(g, v, i, &n); i++)
-            size[k] = i ? MAX(size[k], n) : n;
-    }
     return half;
 }
 
-static int cmd_info(const Options *o, const Model *m) {
+enum { I_LAYERS, I_WIDTH, I_HIDDEN, I_HEADS, I_KV_HEADS, I_HEAD_SIZE, I_CONTEXT, N_SIZES };
+static const struct { const char *name, *key; } info_sizes[N_SIZES] = {
+    {"layers", ".block_count"}, {"width", ".embedding_length"}, {"hidden", ".feed_forward_length"},
+    {"heads", ".attention.head_count"}, {"kv_heads", ".attention.head_count_kv"},
+    {"head_size", ".attention.key_length"}, {"context", ".context_length"},
+};
+
+static void info_shape(const Model *m, Str *out, bool half) {
+    const Config *c = &m->config;
+    int64_t n, size[N_SIZES] = {c->n_layers, c->dim, c->hidden_dim, c->n_heads, c->n_kv_heads,
+                                c->head_size, c->seq_len}; // of a .bin
+    for (int k = 0; m->gguf && k < N_SIZES; k++) { // of several, one a layer, the largest
+        const GgufValue *v = gguf_find(m->gguf, info_sizes[k].key);
+        if (!v && k == I_KV_HEADS) size[k] = size[I_HEADS];
+        if (!v && k == I_HEAD_SIZE) size[k] = size[I_WIDTH] / MAX(size[I_HEADS], 1);
+        for (uint64_t i = 0; v && i < v->count && gguf_element(m->gguf, v, i, &n); i++)
+            size[k] = MAX(size[k], n);
+    }
+    if (!size[I_WIDTH]) return;           // a vocabulary alone
+    for (int k = 0; k < N_SIZES; k++)
+        str_printf(out, "%s: %" PRId64 "\n", info_sizes[k].name, size[k]);
+    str_printf(out, "cache_bytes_per_token: %.0f\n", (half ? 4.0 : 8.0) * (double)size[I_LAYERS]
+               * (double)size[I_KV_HEADS] * (double)size[I_HEAD_SIZE]);
+}
+
+static void cmd_info(const Options *o, const Model *m) {
     (void)o;
-    Str out = {0}, stops = {0};
+    Str out = {0}, stops = {0}, stated = {0};
     const Gguf *g = m->gguf;
     const Vocab *v = &m->vocab;
-    int64_t size[N_SIZES] = {0};
-    bool half = m->version == 2;        // of a .bin
     str_printf(&out, "format: %s %d\n", g ? "GGUF" : ".bin version", m->version);
     info_text(&out, "family", g ? gguf_string(g, "general.architecture") : SPAN("llama"));
-    info_text(&out, "name", g ? gguf_string(g, "general.name") : (Span){"", 0});
+    info_text(&out, "name", g ? gguf_string(g, "general.name") : SPAN(""));
     str_printf(&out, "file_bytes: %zu\n", m->file.size);
-    if (g) half = info_gguf(g, &out, size);
-    else info_bin(m, &out, size);
-    for (int i = 0; i < N_SIZES && size[SIZE_WIDTH]; i++) // else a vocabulary alone
-        str_printf(&out, "%s: %" PRId64 "\n", info_sizes[i].name, size[i]);
-    if (size[SIZE_WIDTH])
-        str_printf(&out, "cache_bytes_per_token: %.0f\n",
-                   (half ? 4.0 : 8.0) * (double)size[SIZE_LAYERS] * (double)size[SIZE_KV_HEADS]
-                       * (double)size[SIZE_HEAD]);
+    bool half = info_types(m, &out);
+    info_shape(m, &out, half);
     for (int i = 0; i < v->size; i++)
         if (v->stop[i]) str_printf(&stops, stops.n ? " %d " : "%d ", i), tok_name(v, i, &stops);
     if (!g) str_printf(&out, "vocabulary: %d\nbos: 1\nstops: 1 <s>\n", m->config.vocab_size);
     else if (v->size) {
         const char *added = v->add_bos ? "" : " (not added)";
         str_printf(&out, "vocabulary: %d\nbos: %d%s\n", v->size, v->bos, added);
-        info_text(&out, "stops", (Span){stops.p, stops.n});
+        info_text(&out, "stops", str_span(&stops));
     }
     const Template *t = g ? template_find(m->chat_template) : template_named("llama2");
     str_printf(&out, "template: %s\n", t ? t->name : m->chat_template.n ? "unknown" : "none");
-    info_text(&out, "pre", g ? gguf_string(g, "tokenizer.ggml.pre") : (Span){"", 0});
-    str_printf(&out, "sampling:");
-    size_t none = out.n;
-    for (int i = 0; i < N_SAMPLING; i++)
-        if (!isnan(sampling_stated(g, i)))
-            str_printf(&out, " %s %g", sampling[i].key, sampling_stated(g, i));
-    str_printf(&out, out.n == none ? " none stated\n"
-                                   : " (in a chat where no sampling option is given)\n");
-    print_clean(stdout, &out);
-    str_free(&out), str_free(&stops);
-    return 0;
+    info_text(&out, "pre", g ? gguf_string(g, "tokenizer.ggml.pre") : SPAN(""));
+    for (int i = 0; i < COUNT(opts); i++)
+        if (!isnan(sampling_stated(g, &opts[i])))
+            str_printf(&stated, " %s %g", opts[i].key, sampling_stated(g, &opts[i]));
+    if (stated.n) str_printf(&stated, " (in a chat where no sampling option is given)");
+    str_printf(&out, "sampling:%s\n", stated.n ? stated.p : " none stated");
+    put(str_span(&out));
 }
 /* ------------------------------------------------------------------------------------------------
  * Chapter 14. Command line and main
  *
- * The table of options is the parser and the help text. llama2.c's letters keep their meaning; what
- * is new has a long name. Numbers are read whole, an unknown option is named, and wrong usage ends
- * with status 2.
+ * llama2.c's letters keep their meaning; what is new has a long name. Numbers are read whole, an
+ * unknown option is named, and wrong usage ends with status 2.
  */
-enum { OPT_FLAG, OPT_INT, OPT_COUNT, OPT_FLOAT, OPT_TEXT, OPT_TEXTS, OPT_WORD };
-
-/* To add an option: a field in Options (chapter 13), a row here, its use. To add a mode: a cmd_
- * function in chapter 13 and a row in modes[]. */
-typedef struct {
-    char letter;                        // 0: long name only
-    const char *name;
-    int kind;                           // OPT_COUNT: a whole number kept as a double
-    size_t at;                          // place in Options
-    const char *arg, *help;             // OPT_WORD: arg lists the words, kept as 1, 2, ...
-} Opt;
-
-#define AT(field) offsetof(Options, field)
-#define DRAW(i) (AT(sampling) + (size_t)(i) * sizeof(double))
-static const Opt opts[] = {
-    {'m', "mode", OPT_TEXT, AT(mode), "MODE", "generate, chat, tokenize, score, bench, info"},
-    {'i', "input", OPT_TEXT, AT(input), "TEXT", "prompt, first message, text to tokenize or score"},
-    {'f', "file", OPT_TEXT, AT(file), "FILE", "the same from a file, - is stdin"},
-    {'e', "escapes", OPT_FLAG, AT(escapes), NULL, "in -i, \\n, \\t, \\xHH ... are C's escapes"},
-    {'n', "steps", OPT_INT, AT(steps), "N", "positions with the prompt (256; 0, chat: context)"},
-    {'t', "temperature", OPT_FLOAT, DRAW(TEMPERATURE), "X", "0 is greedy; default 1.0"},
-    {'p', "top-p", OPT_FLOAT, DRAW(TOP_P), "X", "the likeliest up to a sum of X (0.9; 0, 1: off)"},
-    {0, "top-k", OPT_COUNT, DRAW(TOP_K), "N", "keep the N likeliest; 0 here, below: off"},
-    {0, "min-p", OPT_FLOAT, DRAW(MIN_P), "X", "keep what has X of the best's probability"},
-    {0, "repeat-penalty", OPT_FLOAT, DRAW(PENALTY), "X", "weaken the last 64 tokens"},
-    {'s', "seed", OPT_INT, AT(seed), "N", "of the random numbers; 0 or less: from the clock"},
-    {'y', "system", OPT_TEXT, AT(system), "TEXT", "system message of a chat; \"\" is an empty one"},
-    {0, "template", OPT_TEXT, AT(template), "NAME", "force a chat form; `list` lists them"},
-    {0, "think", OPT_WORD, AT(think), "on|off|hide", "let a chat's model think, or think unseen"},
-    {0, "date", OPT_TEXT, AT(date), "YYYY-MM-DD", "the date that a chat form tells the model"},
-    {0, "show-prompt", OPT_FLAG, AT(show_prompt), NULL, "print to stderr what the model is given"},
-    {0, "stop", OPT_TEXTS, AT(stops), "TEXT", "end a reply before this text; several may be given"},
-    {0, "no-echo", OPT_FLAG, AT(no_echo), NULL, "do not repeat the prompt"},
-    {'z', "tokenizer", OPT_TEXT, AT(tokenizer), "FILE", "vocabulary of a .bin (if not beside it)"},
-    {0, "ids", OPT_FLAG, AT(ids), NULL, "the input is token ids; nothing is added to them"},
-    {0, "no-bos", OPT_FLAG, AT(no_bos), NULL, "no BOS before the text"},
-    {0, "special", OPT_FLAG, AT(special), NULL, "control tokens written in the text count"},
-    {0, "pieces", OPT_FLAG, AT(pieces), NULL, "tokenize: one line a token, id and piece"},
-    {0, "logits", OPT_TEXT, AT(logits), "FILE", "score: write every position's logits, float32"},
-    {'c', "context", OPT_INT, AT(context), "N", "positions of the cache (the file's, up to 4096)"},
-    {0, "kv", OPT_WORD, AT(kv), "f32|f16", "the cache's type (f32 where the weights are f32)"},
-    {0, "threads", OPT_INT, AT(threads), "N", "default: one a core"},
-    {0, "chunk", OPT_INT, AT(chunk), "N", "rows of a prompt read in one pass (128)"},
-    {'q', "quiet", OPT_FLAG, AT(quiet), NULL, "nothing on stderr but errors"},
-    {'h', "help", OPT_FLAG, AT(help), NULL, "this text"},
-    {0, "version", OPT_FLAG, AT(version), NULL, "the version"},
-};
-
-static const struct {
-    const char *name;
-    int (*run)(const Options *, const Model *);
-    int need;
-} modes[] = {
-    {"generate", cmd_generate, NEED_VOCAB | NEED_WEIGHTS},
-    {"chat", cmd_chat, NEED_VOCAB | NEED_WEIGHTS},
-    {"tokenize", cmd_tokenize, NEED_VOCAB},
-    {"score", cmd_score, NEED_VOCAB | NEED_WEIGHTS},
-    {"bench", cmd_bench, NEED_WEIGHTS},
-    {"info", cmd_info, 0},
+// To add a mode: a cmd_ function in chapter 13, a row here, its name in the row of --mode.
+static const struct { void (*run)(const Options *, const Model *); int need; } modes[] = {
+    {NULL, 0},
+    {cmd_generate, NEED_VOCAB | NEED_WEIGHTS},
+    {cmd_chat, NEED_VOCAB | NEED_WEIGHTS},
+    {cmd_tokenize, NEED_VOCAB},
+    {cmd_score, NEED_VOCAB | NEED_WEIGHTS},
+    {cmd_bench, NEED_WEIGHTS},
+    {cmd_info, 0},
 };
 
 static void usage(FILE *f) {
     fprintf(f, "usage: run MODEL [options]\nMODEL is a GGUF file or a .bin of llama2.c.\n"
                "example: run models/story.gguf -i \"Once upon a time\" -t 0.8\n\n");
     for (int i = 0; i < COUNT(opts); i++) {
-        char left[64];
-        snprintf(left, sizeof left, "%c%c%s--%s%s%s", opts[i].letter ? '-' : ' ',
-                 opts[i].letter ? opts[i].letter : ' ', opts[i].letter ? ", " : "  ", opts[i].name,
-                 opts[i].arg ? " " : "", opts[i].arg ? opts[i].arg : "");
+        char letter[] = {'-', opts[i].letter, ',', 0}, left[80];
+        snprintf(left, sizeof left, "%3s --%s %s", opts[i].letter ? letter : "", opts[i].name,
+                 opts[i].arg);
         fprintf(f, "  %-26s %s\n", left, opts[i].help);
     }
 }
@@ -5630,26 +5579,23 @@ static int word_index(const char *list, const char *word) {
 }
 
 static void opt_set(Options *o, const Opt *opt, const char *value) {
-    char *field = (char *)o + opt->at, *end = NULL;
-    int64_t whole = 0;
-    errno = 0;
-    if (opt->kind == OPT_INT || opt->kind == OPT_COUNT) {
-        whole = strtoll(value, &end, 10);
-        if (end == value || *end || errno)
-            die_usage("--%s: `%s` is not a whole number", opt->name, value);
-    }
+    void *field = (char *)o + opt->at;
     if (opt->kind == OPT_FLAG) *(bool *)field = true;
-    else if (opt->kind == OPT_INT) *(int64_t *)field = whole;
-    else if (opt->kind == OPT_COUNT) *(double *)field = (double)MAX(whole, 0);
     else if (opt->kind == OPT_TEXT) *(const char **)field = value;
     else if (opt->kind == OPT_TEXTS) o->stops[o->n_stops++] = (Span){value, strlen(value)};
     else if (opt->kind == OPT_WORD) {
         *(int *)field = word_index(opt->arg, value);
         if (!*(int *)field) die_usage("--%s: `%s`, expected %s", opt->name, value, opt->arg);
     } else {
-        *(double *)field = strtod(value, &end);
-        if (end == value || *end || !isfinite(*(double *)field))
-            die_usage("--%s: `%s` is not a number", opt->name, value);
+        char *end;
+        double x = strtod(value, &end);
+        bool whole = opt->kind == OPT_WHOLE;
+        if (end == value || *end || !isfinite(x) || (whole && x != floor(x)))
+            die_usage("--%s: `%s` is not a %snumber", opt->name, value, whole ? "whole " : "");
+        if (x < opt->low || x > opt->high)
+            die_usage("--%s: %g, expected %g to %g", opt->name, x, opt->low, opt->high);
+        *(double *)field = x;
+        o->samples |= opt->key != NULL;
     }
 }
 
@@ -5673,58 +5619,36 @@ static void opts_parse(Options *o, int argc, char **argv) {
     }
 }
 
-// What can be wrong with values that are numbers and words.
-static void opts_check(Options *o) {
+static void opts_check(const Options *o) { // what the table cannot say
     struct tm date;
-    Str names = {0};
-    for (int i = 0; i < COUNT(templates); i++) str_printf(&names, " %s", templates[i].name);
-    if (o->template && !template_named(o->template))
+    if (o->template && !template_named(o->template)) {
+        Str names = {0};
+        for (int i = 0; i < COUNT(templates); i++) str_printf(&names, " %s", templates[i].name);
         die_usage("--template: `%s`, expected one of%s", o->template, names.p);
-    str_free(&names);
+    }
     if (o->date && !date_parse(o->date, &date))
         die_usage("--date: `%s`, expected a day as YYYY-MM-DD", o->date);
-    if (o->context != UNSET && o->context < 1)
-        die_usage("--context: %" PRId64 ", expected 1 or more", o->context);
     if (o->input && o->file) die_usage("both -i and -f are given: one input at a time");
-    double *temperature = &o->sampling[TEMPERATURE], *top_p = &o->sampling[TOP_P];
-    if (*temperature < 0) *temperature = 0;
-    if (*top_p < 0 || *top_p > 1) *top_p = sampling[TOP_P].usual; // as llama2.c
-    for (int k = 0; k < COUNT(opts); k++) // the options of sampling by their place
-        for (int i = 0; i < N_SAMPLING; i++)
-            if (opts[k].at == DRAW(i) && !isnan(o->sampling[i])
-                && !sampling_fits(i, o->sampling[i]))
-                die_usage("--%s: %g, expected 0%s to %g", opts[k].name, o->sampling[i],
-                          i == PENALTY ? ", or 0.01" : "", sampling[i].most);
 }
 
 static int run(int argc, char **argv) {
-    Options o = {
-        .mode = "generate",
-        .sampling = {NAN, NAN, NAN, NAN, NAN},
-        .steps = UNSET, .threads = UNSET, .chunk = UNSET, .context = UNSET,
-        .stops = xalloc((size_t)argc, sizeof(Span)),
-    };
+    Options o = opts_usual();
+    o.mode = 1, o.stops = xalloc((size_t)argc, sizeof(Span));
     opts_parse(&o, argc, argv);
-    int mode = 0;
-    while (mode < COUNT(modes) && strcmp(o.mode, modes[mode].name)) mode++;
-    if (o.help) usage(stdout);
-    else if (o.version) fprintf(stdout, "run.c %s\n", VERSION);
-    else if (!o.model) usage(stderr);
+    if (o.version) fprintf(stdout, "run.c %s\n", VERSION);
+    else if (o.help || !o.model) usage(o.help ? stdout : stderr);
     out_flush();
-    if (o.help || o.version || !o.model) return o.help || o.version ? 0 : 2;
-    if (mode == COUNT(modes))
-        die_usage("--mode: `%s`, expected generate, chat, tokenize, score, bench or info", o.mode);
+    if (o.version || o.help || !o.model) return o.version || o.help ? 0 : 2;
     opts_check(&o);
     signal(SIGPIPE, SIG_IGN);
     interrupt_arm();
     Model m = {0};
-    model_open(&m, file_map(o.model), o.tokenizer, modes[mode].need);
-    if (o.tokenizer && m.gguf && !o.quiet) warn_line("-z: a GGUF brings its own vocabulary");
+    model_open(&m, file_map(o.model), o.tokenizer, modes[o.mode].need);
+    if (o.tokenizer && m.gguf) note(&o, "-z: a GGUF brings its own vocabulary");
     if (!o.quiet) warn_lines(&m.warnings);
-    int status = modes[mode].run(&o, &m);
+    modes[o.mode].run(&o, &m);
     out_flush();
-    model_close(&m), free(o.stops);
-    return status;
+    return interrupted ? 130 : 0;
 }
 
 #ifndef TESTING

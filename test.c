@@ -407,10 +407,11 @@ static void stated_sampling(void) {
     model_open(&m, file_map("stated.tmp"), NULL, 0);
     m.config.vocab_size = 8;
     Session session = {.model = &m};
-    Options options = {.sampling = {NAN, NAN, NAN, NAN, NAN}, .seed = 1, .quiet = true};
+    Options options = opts_usual();
+    options.seed = 1, options.quiet = true;
     Sampler chat = start_sampler(&options, &session, true),
             generate = start_sampler(&options, &session, false);
-    options.sampling[MIN_P] = 0.25;
+    options.min_p = 0.25, options.samples = true;
     Sampler given = start_sampler(&options, &session, true);
     check(chat.temperature == 0.5f && chat.top_k == 20 && chat.top_p == 0.9f && chat.min_p == 0,
           "chat: -t %g --top-k %d -p %g", (double)chat.temperature, chat.top_k,
@@ -1150,7 +1151,9 @@ static void test_command_line(void) {
         {2, "--temperature: 2e+06", {"models/story.gguf", "-t", "2e6"}},
         {2, "--context: 0", {"models/story.gguf", "-c", "0"}},
         {2, "both -i and -f", {"models/story.gguf", "-i", "a", "-f", "b"}},
-        {2, "--repeat-penalty", {"models/story.gguf", "--repeat-penalty", "1e-40"}},
+        {2, "--repeat-penalty: 101", {"models/story.gguf", "--repeat-penalty", "101"}},
+        {0, "", {"models/story.gguf", "-n", "9", "-t", "0", "--repeat-penalty", "1e-40"}},
+        {2, "--chunk: 0, expected 1 to 4096", {"models/story.gguf", "--chunk", "0"}},
         {1,
          "the context 2 positions",
          {"models/story.gguf", "-i", "Once upon a time", "-n", "100", "-c", "2"}},
