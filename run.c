@@ -309,11 +309,6 @@ static Reader file_map(const char *name) {
     return r;
 }
 
-static void file_unmap(Reader *r) {
-    if (r->size) munmap((void *)(uintptr_t)r->base, r->size);
-    *r = (Reader){0};
-}
-
 static bool file_exists(const char *name) { return access(name, R_OK) == 0; }
 
 static double now(void) { // seconds
@@ -2829,8 +2824,6 @@ enum { NEED_VOCAB = 1, NEED_WEIGHTS = 2 };
 
 static void vocab_from_bin(Vocab *v, Reader *r, int vocab_size); // chapter 8
 static void vocab_from_gguf(Vocab *v, const Gguf *g, Str *warnings);
-static void vocab_free(Vocab *v);
-
 // The vocabulary of a .bin: FILE of -z, or STEM.tokenizer.bin or tokenizer.bin beside the model, or
 // tokenizer.bin in the working folder; the first that exists counts.
 static void bin_vocab(Model *m, const char *path) {
@@ -2905,18 +2898,6 @@ static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
             if (p->rows != NO_DIM && part_exists(m, &m->layers[i], p))
                 tensor_add(m, (const Tensor *)((const char *)&m->layers[i] + p->at),
                            p->rows == ALL_EXPERT_DIM || p->rows == ALL_DIM);
-}
-
-static void model_close(Model *m) {
-    for (int i = 0; m->layers && i < m->config.n_layers; i++)
-        for (int p = 0; p < COUNT(parts); p++)
-            if (parts[p].rows == NO_DIM && part_exists(m, &m->layers[i], &parts[p]))
-                free(*(float **)((char *)&m->layers[i] + parts[p].at));
-    for (int t = 0; t < N_ROPES; t++)
-        free(m->config.rope[t].inv_freq), free(m->config.rope[t].inv_long);
-    free(m->layers), free(m->output_norm), str_free(&m->warnings);
-    vocab_free(&m->vocab);
-    file_unmap(&m->file);
 }
 /* ------------------------------------------------------------------------------------------------
  * Chapter 6. One forward pass
@@ -3727,12 +3708,6 @@ static void vocab_new(Vocab *v, int size) {
     if (v->kind == VOCAB_SPM) v->score = xalloc((size_t)size, sizeof *v->score);
 }
 
-static void vocab_free(Vocab *v) {
-    free(v->text), free(v->type), free(v->score), free(v->index.slot), free(v->merge);
-    free(v->merge_of), free(v->uni), free(v->stop);
-    *v = (Vocab){0};
-}
-
 // Enters the texts; for SentencePiece, finds the byte tokens and what stands before spaces.
 static void vocab_index(Vocab *v) {
     Span space = tok_space(v);
@@ -4442,10 +4417,6 @@ static Session *session_new(const Model *m, int seq_len, int chunk, bool half, i
     return s;
 }
 
-static void session_free(Session *s) {
-    free(s->cache), free(s->memory), free(s->trace), free(s);
-}
-
 // Appends n <= chunk tokens in one pass; the caller has made sure that they fit.
 static float *session_feed(Session *s, const int *ids, int n, int want) {
     assert(s->n_tokens + n <= s->seq_len);
@@ -4558,12 +4529,12 @@ static const Template templates[] = {
      .mark = {"Reasoning Mode: ", "Today Date: "}},
     {"smollm3-gguf", SMOLLM3("", "<|im_end|>\n"), .mark = {"Reasoning Mode: "}}, // as many have it
     {"qwen3.5", TRIM_ALL | TRIM_NEWLINES | FORGET | SWITCH_ON,
-     {"<|im_start|>", "enable_thinking is false", "'<think>\n' }}", "!bos_token"}, CHATML,
+     {"<|im_start|>", "enable_thinking is false", "'<think>\\n' }}", "!bos_token"}, CHATML,
      "<|im_start|>assistant\n<think>\n{-\n</think>\n\n}"},
     {"qwen3", TRIM_NEWLINES | FORGET | SWITCH_ON, {"<|im_start|>", "enable_thinking is false"},
      CHATML, "<|im_start|>assistant\n{-<think>\n\n</think>\n\n}"},
     {"qwen3-thinking", TRIM_NEWLINES | FORGET, // QwQ too
-     {"<|im_start|>", "assistant\n<think>\n'", "!enable_thinking"}, CHATML,
+     {"<|im_start|>", "assistant\\n<think>\\n'", "!enable_thinking"}, CHATML,
      "<|im_start|>assistant\n<think>\n"},
     {"lfm2", EMPTY_IS_NONE, {"<|im_start|>", "\" + ns.system_prompt + \"<|im_end|>"}, CHATML},
     {"chatml", 0, {"<|im_start|>"}, CHATML}, // Qwen 1.5 to 2.5, SmolLM2 and many more
@@ -4592,7 +4563,7 @@ static const Template templates[] = {
     {"zephyr", 0, {"<|assistant|>", "<|user|>", "eos_token"}, ROLES("<|", "|>\n", "{eos}\n")},
     {"deepseek-v3.1", BOS | FORGET | SWITCH_OFF, {"<｜User｜>", "if not thinking"},
      DEEPSEEK("<｜Assistant｜></think>"), "<｜Assistant｜>{+<think>}{-</think>}"},
-    {"deepseek-r1", BOS | FORGET, {"<｜User｜>", "<｜Assistant｜><think>\n"},
+    {"deepseek-r1", BOS | FORGET, {"<｜User｜>", "<｜Assistant｜><think>\\n"},
      DEEPSEEK("<｜Assistant｜>"), "<｜Assistant｜><think>\n"},
     {"deepseek-r1-0528", BOS | FORGET, {"<｜User｜>", "split('</think>')"}, // the first R1 too
      DEEPSEEK("<｜Assistant｜>")},
@@ -4669,21 +4640,14 @@ static const Template *template_named(const char *name) {
     return NULL;
 }
 
-static bool template_fits(const Template *t, Span file) {
-    bool fits = t->mark[0] != NULL;
-    for (int k = 0; fits && k < COUNT(t->mark) && t->mark[k]; k++)
-        fits = *t->mark[k] == '!' ? !span_has(file, t->mark[k] + 1) : span_has(file, t->mark[k]);
-    return fits;
-}
-
 static const Template *template_find(Span file) { // the row for a template text, or NULL
-    const Template *found = NULL;
-    Str text = {0};
-    str_add(&text, file.p, file.n), unescape(&text);
-    for (int i = COUNT(templates) - 1; i >= 0; i--)
-        if (template_fits(&templates[i], str_span(&text))) found = &templates[i];
-    str_free(&text);
-    return found;
+    for (const Template *t = templates; t < templates + COUNT(templates); t++) {
+        bool fits = t->mark[0] != NULL;
+        for (int k = 0; k < COUNT(t->mark) && t->mark[k]; k++)
+            fits &= span_has(file, t->mark[k] + (*t->mark[k] == '!')) == (*t->mark[k] != '!');
+        if (fits) return t;
+    }
+    return NULL;
 }
 
 // A text under construction and, byte for byte, whether it came from a message.
@@ -4804,11 +4768,10 @@ static const Template *template_of(const Model *m, bool quiet) {
     const Template *t = m->gguf ? template_find(m->chat_template) : template_named("llama2");
     if (t) return t;
     t = template_named(tok_find_text(&m->vocab, "<|im_start|>") >= 0 ? "chatml" : "plain");
-    const char *why = m->chat_template.n ? "its chat template is not one of those known"
-                                         : "no chat template: is this an instruct model?";
     if (!quiet)
         warn_line("%s: %s; the chat uses the form `%s` (--template NAME forces another)",
-                  m->file.name, why, t->name);
+                  m->file.name, m->chat_template.n ? "a chat template of an unknown kind"
+                                : "no chat template: is this an instruct model?", t->name);
     return t;
 }
 
@@ -4923,69 +4886,55 @@ typedef struct {                        // what a user may say, see opts[]
 
 #define note(o, ...) ((o)->quiet ? (void)0 : warn_line(__VA_ARGS__))
 
-// ---- the options
-enum { OPT_FLAG, OPT_TEXT, OPT_TEXTS, OPT_WORD, OPT_WHOLE, OPT_REAL };
+/* The table of options is the parser and the help text. To add one: a field in Options, a row here,
+ * its use. */
+enum { FLAG, TEXT, TEXTS, WORD, WHOLE, REAL };
 
 typedef struct {
     char letter;                        // 0: long name only
-    const char *name, *arg;             // OPT_WORD: arg lists the words
+    const char *name;
     int kind;
     size_t at;                          // place in Options
-    const char *help;
-    double usual, low, high;            // of numbers
-    const char *key;                    // general.sampling.KEY: where a file states it for a chat
+    const char *arg, *help;             // WORD: arg lists the words, kept as 1, 2, ...
+    double usual, low, high;            // WHOLE, REAL
+    const char *key;                    // a file may state it for a chat: general.sampling.KEY
 } Opt;
 
-#define OPTION(kind_, field, arg_) .arg = arg_, .kind = kind_, .at = offsetof(Options, field)
-#define FLAG(field) OPTION(OPT_FLAG, field, "")
-#define TEXT(field, arg) OPTION(OPT_TEXT, field, arg)
-#define WORD(field, words) OPTION(OPT_WORD, field, words)
-#define WHOLE(field) OPTION(OPT_WHOLE, field, "N")
-#define REAL(field) OPTION(OPT_REAL, field, "X")
-
-/* The table is the parser and the help text. To add an option: a field in Options, a row here, its
- * use. */
+#define AT(field) .at = offsetof(Options, field)
 static const Opt opts[] = {
-    {'m', "mode", WORD(mode, "generate|chat|tokenize|score|bench|info"), ""},
-    {'i', "input", TEXT(input, "TEXT"), "prompt, first message, text to tokenize or score"},
-    {'f', "file", TEXT(file, "FILE"), "the same from a file, - is stdin"},
-    {'e', "escapes", FLAG(escapes), "in -i, \\n, \\t, \\xHH ... are C's escapes"},
-    {'n', "steps", WHOLE(steps), "positions with the prompt (256; chat: 0, all)", NAN, -1e9, 1e9},
-    {'t', "temperature", REAL(temperature), "0 is greedy; default 1.0", 1, -1e6, 1e6, "temp"},
-    {'p', "top-p", REAL(top_p), "the likeliest up to a sum of X (0.9)", 0.9, -1e6, 1e6, "top_p"},
-    {0, "top-k", WHOLE(top_k), "keep the N likeliest; 0 here, below: off", 0, -1e9, 1e9, "top_k"},
-    {0, "min-p", REAL(min_p), "keep what has X of the best's probability", 0, 0, 1, "min_p"},
-    {0, "repeat-penalty", REAL(repeat_penalty), "weaken the last 64 tokens", 0, 0, 100,
+    {'m', "mode", WORD, AT(mode), "generate|chat|tokenize|score|bench|info", ""},
+    {'i', "input", TEXT, AT(input), "TEXT", "prompt, first message, text to tokenize or score"},
+    {'f', "file", TEXT, AT(file), "FILE", "the same from a file, - is stdin"},
+    {'e', "escapes", FLAG, AT(escapes), "", "in -i, \\n, \\t, \\xHH ... are C's escapes"},
+    {'n', "steps", WHOLE, AT(steps), "N", "positions with the prompt (256)", NAN, -1e9, 1e9},
+    {'t', "temperature", REAL, AT(temperature), "X", "0 is greedy (1.0)", 1, -1e6, 1e6, "temp"},
+    {'p', "top-p", REAL, AT(top_p), "X", "the likeliest X of all (0.9)", 0.9, -1e6, 1e6, "top_p"},
+    {0, "top-k", WHOLE, AT(top_k), "N", "the N likeliest; 0, as below: off", 0, -1e9, 1e9, "top_k"},
+    {0, "min-p", REAL, AT(min_p), "X", "what has X of the best's probability", 0, 0, 1, "min_p"},
+    {0, "repeat-penalty", REAL, AT(repeat_penalty), "X", "weaken the last 64 tokens", 0, 0, 100,
      "penalty_repeat"},
-    {'s', "seed", WHOLE(seed), "of the draws; 0 or less: from the clock", 0, -9e15, 9e15},
-    {'y', "system", TEXT(system, "TEXT"), "system message of a chat; \"\" is an empty one"},
-    {0, "template", TEXT(template, "NAME"), "force a chat form; `list` lists them"},
-    {0, "think", WORD(think, "on|off|hide"), "let a chat's model think, or think unseen"},
-    {0, "date", TEXT(date, "YYYY-MM-DD"), "the date that a chat form tells the model"},
-    {0, "show-prompt", FLAG(show_prompt), "print to stderr what the model is given"},
-    {0, "stop", OPTION(OPT_TEXTS, stops, "TEXT"), "end a reply before this text; may be repeated"},
-    {0, "no-echo", FLAG(no_echo), "do not repeat the prompt"},
-    {'z', "tokenizer", TEXT(tokenizer, "FILE"), "vocabulary of a .bin (if not beside it)"},
-    {0, "ids", FLAG(ids), "the input is token ids; nothing is added to them"},
-    {0, "no-bos", FLAG(no_bos), "no BOS before the text"},
-    {0, "special", FLAG(special), "control tokens written in the text count"},
-    {0, "pieces", FLAG(pieces), "tokenize: one line a token, id and piece"},
-    {0, "logits", TEXT(logits, "FILE"), "score: write every position's logits, float32"},
-    {'c', "context", WHOLE(context), "positions of the cache (the file's, up to 4096)", 0, 1, 1e9},
-    {0, "kv", WORD(kv, "f32|f16"), "the cache's type (f32 where the weights are f32)"},
-    {0, "threads", WHOLE(threads), "default: one a core", 0, -1e9, 1e9},
-    {0, "chunk", WHOLE(chunk), "rows of a prompt read in one pass (128)", 128, 1, 4096},
-    {'q', "quiet", FLAG(quiet), "nothing on stderr but errors"},
-    {'h', "help", FLAG(help), "this text"},
-    {0, "version", FLAG(version), "the version"},
+    {'s', "seed", WHOLE, AT(seed), "N", "of the draws; 0 or less: from the clock", 0, -9e15, 9e15},
+    {'y', "system", TEXT, AT(system), "TEXT", "system message of a chat; \"\" is an empty one"},
+    {0, "template", TEXT, AT(template), "NAME", "force a chat form; `list` lists them"},
+    {0, "think", WORD, AT(think), "on|off|hide", "let a chat's model think, or think unseen"},
+    {0, "date", TEXT, AT(date), "YYYY-MM-DD", "the date that a chat form tells the model"},
+    {0, "show-prompt", FLAG, AT(show_prompt), "", "print to stderr what the model is given"},
+    {0, "stop", TEXTS, AT(stops), "TEXT", "end a reply before this text; may be repeated"},
+    {0, "no-echo", FLAG, AT(no_echo), "", "do not repeat the prompt"},
+    {'z', "tokenizer", TEXT, AT(tokenizer), "FILE", "vocabulary of a .bin (if not beside it)"},
+    {0, "ids", FLAG, AT(ids), "", "the input is token ids; nothing is added to them"},
+    {0, "no-bos", FLAG, AT(no_bos), "", "no BOS before the text"},
+    {0, "special", FLAG, AT(special), "", "control tokens written in the text count"},
+    {0, "pieces", FLAG, AT(pieces), "", "tokenize: one line a token, id and piece"},
+    {0, "logits", TEXT, AT(logits), "FILE", "score: write every position's logits, float32"},
+    {'c', "context", WHOLE, AT(context), "N", "cache positions (file's, up to 4096)", 0, 1, 1e9},
+    {0, "kv", WORD, AT(kv), "f32|f16", "the cache's type (f32 where the weights are f32)"},
+    {0, "threads", WHOLE, AT(threads), "N", "default: one a core", 0, -1e9, 1e9},
+    {0, "chunk", WHOLE, AT(chunk), "N", "rows of a prompt read in one pass (128)", 128, 1, 4096},
+    {'q', "quiet", FLAG, AT(quiet), "", "nothing on stderr but errors"},
+    {'h', "help", FLAG, AT(help), "", "this text"},
+    {0, "version", FLAG, AT(version), "", "the version"},
 };
-
-static Options opts_usual(void) {
-    Options o = {0};
-    for (int i = 0; i < COUNT(opts); i++)
-        if (opts[i].kind >= OPT_WHOLE) *(double *)((char *)&o + opts[i].at) = opts[i].usual;
-    return o;
-}
 
 // ---- input: -i, -f or nothing, used byte for byte
 static Str read_input(const Options *o) {
@@ -5078,8 +5027,9 @@ static int64_t context_size(const Options *o, const Model *m, int64_t wanted) {
 
 static double sampling_stated(const Gguf *g, const Opt *opt) { // by the file; NAN: nothing of use
     char key[64];
-    snprintf(key, sizeof key, "general.sampling.%s", opt->key ? opt->key : "");
-    const GgufValue *v = g ? gguf_find(g, key) : NULL;
+    if (!g || !opt->key) return NAN;
+    snprintf(key, sizeof key, "general.sampling.%s", opt->key);
+    const GgufValue *v = gguf_find(g, key);
     int64_t n;
     double x = NAN;
     if (v && !v->array && v->type == GGUF_F32) x = (double)f32_at(g->r->base + v->at);
@@ -5129,16 +5079,11 @@ static Speaker speaker_new(const Options *o, const Model *m, int64_t positions, 
     Speaker s = {.o = o, .m = m, .limit = positions, .prev = NO_TOKEN};
     s.s = start_session(o, m, positions, 1);
     s.sampler = start_sampler(o, s.s, chat);
-    s.stream.terminal = isatty(fileno(stdout));
+    s.stream = (Stream){.stops = o->stops, .terminal = isatty(fileno(stdout))};
     return s;
 }
 
 static void speaker_put(Speaker *s, Span text) { put(stream_push(&s->stream, text)); }
-
-// From here on stop strings count: not in a prompt that is repeated, nor in thinking.
-static void speaker_stops(Speaker *s) {
-    s->stream.stops = s->o->stops, s->stream.n_stops = s->o->n_stops;
-}
 
 // Gives out what is new in a chat's reply: thinking where it is to be shown, and the answer.
 static void speaker_reply(Speaker *s, bool end) {
@@ -5151,7 +5096,7 @@ static void speaker_reply(Speaker *s, bool end) {
     }
     if (!p.answer.p) return;
     if (!s->said && s->thought) speaker_put(s, SPAN("</think>"));
-    speaker_stops(s);
+    s->stream.n_stops = s->o->n_stops;  // in thinking they do not count
     Span news = span_from(p.answer, p.answer.p + s->said);
     s->said = p.answer.n;
     while (p.thought.n > s->thought && !s->answering && news.n && is_blank(*news.p))
@@ -5219,7 +5164,7 @@ static void cmd_generate(const Options *o, const Model *m) {
             " positions (-c N makes it larger)", prompt, context);
     bool cut = prompt > steps;          // only the user's own -n may cut a prompt
     if (cut)
-        note(o, "the prompt has %d tokens, -n is %d: nothing is generated", (int)prompt, (int)steps);
+        note(o, "the prompt has %zu tokens, -n is %.0f: nothing is generated", ids.n, o->steps);
     steps = MIN(steps, context);
     Speaker s = speaker_new(o, m, steps, false);
     s.ids = ids, s.limit = steps + 1;   // the last token is not read
@@ -5227,7 +5172,7 @@ static void cmd_generate(const Options *o, const Model *m) {
     s.prev = o->no_echo ? ids.p[prompt - 1] : bos ? ids.p[0] : NO_TOKEN;
     for (int64_t i = bos; !o->no_echo && i < (cut ? steps + bos : prompt); i++)
         speaker_say(&s, ids.p[i]);
-    speaker_stops(&s);
+    s.stream.n_stops = o->n_stops;      // in a prompt that is repeated they do not count
     if (!cut) speak(&s);
     speaker_end(&s);
     if (!o->quiet && s.stats.reply) stats_print(&s.stats, m);
@@ -5303,7 +5248,7 @@ static Span chat_text(const Speaker *s) {
 
 static void chat_reply(Speaker *s) {
     stream_free(&s->stream);
-    s->stream = (Stream){.terminal = s->stream.terminal};
+    s->stream = (Stream){.stops = s->o->stops, .terminal = s->stream.terminal};
     s->reply.n = s->thought = s->said = 0, s->answering = false, s->prev = NO_TOKEN;
     str_add(&s->reply, think_mark(s->form.t, 0), s->seed);
     speak(s);
@@ -5568,28 +5513,22 @@ static void usage(FILE *f) {
 
 #define die_usage(...) (say("error: ", __VA_ARGS__), exit(2))
 
-// The word's place in a list of words between bars, from 1 on; 0 if it is none of them.
-static int word_index(const char *list, const char *word) {
-    for (int i = 1;; i++) {
-        size_t n = strcspn(list, "|");
-        if (span_is((Span){list, n}, word)) return i;
-        if (!list[n]) return 0;
-        list += n + 1;
-    }
-}
-
 static void opt_set(Options *o, const Opt *opt, const char *value) {
     void *field = (char *)o + opt->at;
-    if (opt->kind == OPT_FLAG) *(bool *)field = true;
-    else if (opt->kind == OPT_TEXT) *(const char **)field = value;
-    else if (opt->kind == OPT_TEXTS) o->stops[o->n_stops++] = (Span){value, strlen(value)};
-    else if (opt->kind == OPT_WORD) {
-        *(int *)field = word_index(opt->arg, value);
-        if (!*(int *)field) die_usage("--%s: `%s`, expected %s", opt->name, value, opt->arg);
+    if (opt->kind == FLAG) *(bool *)field = true;
+    else if (opt->kind == TEXT) *(const char **)field = value;
+    else if (opt->kind == TEXTS) o->stops[o->n_stops++] = (Span){value, strlen(value)};
+    else if (opt->kind == WORD) {
+        const char *word = opt->arg;
+        int place = 1;
+        for (; !span_is((Span){word, strcspn(word, "|")}, value); word++, place++)
+            if (!*(word += strcspn(word, "|")))
+                die_usage("--%s: `%s`, expected %s", opt->name, value, opt->arg);
+        *(int *)field = place;
     } else {
         char *end;
         double x = strtod(value, &end);
-        bool whole = opt->kind == OPT_WHOLE;
+        bool whole = opt->kind == WHOLE;
         if (end == value || *end || !isfinite(x) || (whole && x != floor(x)))
             die_usage("--%s: `%s` is not a %snumber", opt->name, value, whole ? "whole " : "");
         if (x < opt->low || x > opt->high)
@@ -5599,42 +5538,41 @@ static void opt_set(Options *o, const Opt *opt, const char *value) {
     }
 }
 
-static void opts_parse(Options *o, int argc, char **argv) {
+static Options opts_parse(int argc, char **argv) {
+    Options o = {.mode = 1, .stops = xalloc((size_t)argc, sizeof(Span))};
+    for (int k = 0; k < COUNT(opts); k++)
+        if (opts[k].kind >= WHOLE) *(double *)((char *)&o + opts[k].at) = opts[k].usual;
     for (int i = 1; i < argc; i++) {
         const char *a = argv[i];
         const Opt *opt = NULL;
-        if (a[0] != '-' || !a[1]) {
-            if (o->model)
-                die_usage("`%s`: one model file at a time (an option's value without its option?)",
-                          a);
-            o->model = a;
-            continue;
-        }
-        for (int k = 0; k < COUNT(opts) && !opt; k++)
+        bool named = a[0] == '-' && a[1];
+        for (int k = 0; named && !opt && k < COUNT(opts); k++)
             if (a[1] == '-' ? !strcmp(a + 2, opts[k].name) : a[1] == opts[k].letter && !a[2])
                 opt = &opts[k];
-        if (!opt) die_usage("unknown option `%s` (--help lists them)", a);
-        if (opt->kind != OPT_FLAG && ++i == argc) die_usage("option `%s` needs a value", a);
-        opt_set(o, opt, argv[i]);
+        if (named && !opt) die_usage("unknown option `%s` (--help lists them)", a);
+        if (!named && o.model)
+            die_usage("`%s`: one model file at a time (an option's value without its option?)", a);
+        if (!named) o.model = a;
+        else if (opt->kind != FLAG && ++i == argc) die_usage("option `%s` needs a value", a);
+        else opt_set(&o, opt, argv[i]);
     }
+    return o;
 }
 
 static void opts_check(const Options *o) { // what the table cannot say
     struct tm date;
-    if (o->template && !template_named(o->template)) {
-        Str names = {0};
-        for (int i = 0; i < COUNT(templates); i++) str_printf(&names, " %s", templates[i].name);
+    Str names = {0};
+    for (int i = 0; i < COUNT(templates); i++) str_printf(&names, " %s", templates[i].name);
+    if (o->template && !template_named(o->template))
         die_usage("--template: `%s`, expected one of%s", o->template, names.p);
-    }
+    str_free(&names);
     if (o->date && !date_parse(o->date, &date))
         die_usage("--date: `%s`, expected a day as YYYY-MM-DD", o->date);
     if (o->input && o->file) die_usage("both -i and -f are given: one input at a time");
 }
 
 static int run(int argc, char **argv) {
-    Options o = opts_usual();
-    o.mode = 1, o.stops = xalloc((size_t)argc, sizeof(Span));
-    opts_parse(&o, argc, argv);
+    Options o = opts_parse(argc, argv);
     if (o.version) fprintf(stdout, "run.c %s\n", VERSION);
     else if (o.help || !o.model) usage(o.help ? stdout : stderr);
     out_flush();

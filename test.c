@@ -32,6 +32,34 @@ static _Noreturn void test_exit(int status) {
 #undef stdout
 #undef stderr
 
+// ---- what the program leaves to the end of its process
+static void file_unmap(Reader *r) {
+    if (r->size) munmap((void *)(uintptr_t)r->base, r->size);
+    *r = (Reader){0};
+}
+
+static void vocab_free(Vocab *v) {
+    free(v->text), free(v->type), free(v->score), free(v->index.slot), free(v->merge);
+    free(v->merge_of), free(v->uni), free(v->stop);
+    *v = (Vocab){0};
+}
+
+static void model_close(Model *m) {
+    for (int i = 0; m->layers && i < m->config.n_layers; i++)
+        for (int p = 0; p < COUNT(parts); p++)
+            if (parts[p].rows == NO_DIM && part_exists(m, &m->layers[i], &parts[p]))
+                free(*(float **)((char *)&m->layers[i] + parts[p].at));
+    for (int t = 0; t < N_ROPES; t++)
+        free(m->config.rope[t].inv_freq), free(m->config.rope[t].inv_long);
+    free(m->layers), free(m->output_norm), str_free(&m->warnings);
+    vocab_free(&m->vocab);
+    file_unmap(&m->file);
+}
+
+static void session_free(Session *s) {
+    free(s->cache), free(s->memory), free(s->trace), free(s);
+}
+
 // ---- counting
 static int passed, failed, skipped;
 
@@ -407,7 +435,7 @@ static void stated_sampling(void) {
     model_open(&m, file_map("stated.tmp"), NULL, 0);
     m.config.vocab_size = 8;
     Session session = {.model = &m};
-    Options options = opts_usual();
+    Options options = opts_parse(1, NULL);
     options.seed = 1, options.quiet = true;
     Sampler chat = start_sampler(&options, &session, true),
             generate = start_sampler(&options, &session, false);
