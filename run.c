@@ -4953,30 +4953,25 @@ static Str read_input(const Options *o) {
     return s;
 }
 
-// Ids separated by white space, each below the number of embedding rows (or of tokens).
-static void parse_ids(const Str *s, int limit, Ids *out) {
-    for (const char *p = s->p, *end = s->p + s->n; p < end;) {
-        if (is_blank(*p)) { p++; continue; }
+// The ids of the input; --ids: numbers, each below the count of embedding rows (or of tokens).
+static Ids input_ids(const Options *o, const Model *m) {
+    Str text = read_input(o);
+    Span list = o->ids ? span_trim(str_span(&text)) : (Span){0};
+    Ids ids = {0};
+    int limit = MAX(m->config.vocab_size, m->vocab.size);
+    for (const char *p = list.p, *end = list.p + list.n; p < end;) {
         char *stop;
         errno = 0;
         long id = strtol(p, &stop, 10);
         if (stop == p || errno || (stop < end && !is_blank(*stop)) || id < 0 || id >= limit)
-            die("--ids: byte %td: `%.20s`, expected a token id from 0 to %d", p - s->p, p,
+            die("--ids: byte %td: `%.20s`, expected a token id from 0 to %d", p - text.p, p,
                 limit - 1);
-        ids_add(out, (int)id), p = stop;
+        ids_add(&ids, (int)id), p = stop;
     }
-}
-
-static Ids input_ids(const Options *o, const Model *m) {
-    Str text = read_input(o);
-    Ids ids = {0};
-    if (o->ids) parse_ids(&text, MAX(m->config.vocab_size, m->vocab.size), &ids);
-    else {
-        if (!o->no_bos) tok_bos(&m->vocab, &ids);
-        tok_encode(&m->vocab, str_span(&text), NULL, o->special ? TOK_SPECIAL : 0, &ids);
-        if (m->vocab.add_eos && m->vocab.eos >= 0) ids_add(&ids, m->vocab.eos);
-    }
-    str_free(&text);
+    if (o->ids) return ids;
+    if (!o->no_bos) tok_bos(&m->vocab, &ids);
+    tok_encode(&m->vocab, str_span(&text), NULL, o->special ? TOK_SPECIAL : 0, &ids);
+    if (m->vocab.add_eos && m->vocab.eos >= 0) ids_add(&ids, m->vocab.eos);
     return ids;
 }
 
@@ -5071,7 +5066,7 @@ typedef struct {
     Stream stream;
     Str piece, reply;                   // reply: all that came, behind `seed` bytes of the prompt
     size_t seed, thought, said;         // thinking and answer that were given out, in bytes
-    bool answering;
+    bool answers;                       // thinking, if any was shown, is closed
     int prev;
 } Speaker;
 
@@ -5095,14 +5090,13 @@ static void speaker_reply(Speaker *s, bool end) {
         s->thought = p.thought.n;
     }
     if (!p.answer.p) return;
-    if (!s->said && s->thought) speaker_put(s, SPAN("</think>"));
+    if (s->thought && !s->answers) speaker_put(s, SPAN("</think>"));
+    s->answers = true;
     s->stream.n_stops = s->o->n_stops;  // in thinking they do not count
-    Span news = span_from(p.answer, p.answer.p + s->said);
+    while (!show && p.thought.n && p.answer.n && is_blank(*p.answer.p))
+        p.answer.p++, p.answer.n--;     // between hidden thinking and the answer
+    speaker_put(s, span_from(p.answer, p.answer.p + s->said));
     s->said = p.answer.n;
-    while (p.thought.n > s->thought && !s->answering && news.n && is_blank(*news.p))
-        news.p++, news.n--;             // between hidden thinking and the answer
-    s->answering |= news.n > 0;
-    speaker_put(s, news);
 }
 
 static void speaker_say(Speaker *s, int id) {
@@ -5130,7 +5124,8 @@ static void speak(Speaker *s) {
     Stats *stats = &s->stats;
     int64_t fed = s->s->fed, before = (int64_t)ids->n;
     double start = now();
-    float *logits = session_sync(s->s, ids->p, (int)ids->n, shows_progress(s->o));
+    float *logits = NULL;
+    if (before < s->limit) logits = session_sync(s->s, ids->p, (int)before, shows_progress(s->o));
     stats->prompt += s->s->fed - fed, stats->prompt_s += now() - start, start = now();
     // ids that may be sampled: embedding rows beyond the tokenizer's entries mean nothing
     int n = MIN(v->size ? v->size : INT_MAX, s->m->config.vocab_size);
@@ -5144,9 +5139,6 @@ static void speak(Speaker *s) {
             logits = session_sync(s->s, ids->p, (int)ids->n, false);
     }
     stats->reply += (int64_t)ids->n - before, stats->reply_s += now() - start;
-}
-
-static void speaker_end(Speaker *s) {
     if (s->form.t) speaker_reply(s, true);
     put(stream_flush(&s->stream));
     put(SPAN("\n"));
@@ -5167,14 +5159,13 @@ static void cmd_generate(const Options *o, const Model *m) {
         note(o, "the prompt has %zu tokens, -n is %.0f: nothing is generated", ids.n, o->steps);
     steps = MIN(steps, context);
     Speaker s = speaker_new(o, m, steps, false);
-    s.ids = ids, s.limit = steps + 1;   // the last token is not read
+    s.ids = ids, s.limit = cut ? 0 : steps + 1; // the last token is not read
     bool bos = ids.p[0] == m->vocab.bos; // it marks the beginning and is not shown
     s.prev = o->no_echo ? ids.p[prompt - 1] : bos ? ids.p[0] : NO_TOKEN;
     for (int64_t i = bos; !o->no_echo && i < (cut ? steps + bos : prompt); i++)
         speaker_say(&s, ids.p[i]);
     s.stream.n_stops = o->n_stops;      // in a prompt that is repeated they do not count
-    if (!cut) speak(&s);
-    speaker_end(&s);
+    speak(&s);
     if (!o->quiet && s.stats.reply) stats_print(&s.stats, m);
 }
 
@@ -5249,10 +5240,9 @@ static Span chat_text(const Speaker *s) {
 static void chat_reply(Speaker *s) {
     stream_free(&s->stream);
     s->stream = (Stream){.stops = s->o->stops, .terminal = s->stream.terminal};
-    s->reply.n = s->thought = s->said = 0, s->answering = false, s->prev = NO_TOKEN;
+    s->reply.n = s->thought = s->said = 0, s->answers = false, s->prev = NO_TOKEN;
     str_add(&s->reply, think_mark(s->form.t, 0), s->seed);
     speak(s);
-    speaker_end(s);
     if ((int64_t)s->ids.n == s->limit)
         note(s->o, "context full (%" PRId64 " positions): the reply ends here", s->limit);
     if (interrupted && s->reply.n == s->seed) messages_drop(&s->talk, s->talk.n - 1, 1);
@@ -5302,8 +5292,6 @@ static void cmd_tokenize(const Options *o, const Model *m) {
 }
 
 // ---- score
-typedef struct { int64_t n; double sum, squares; } Score;
-
 // Negative log of the probability that logits (n) give to id; the logits are used up.
 static double score_nll(const VecOps *ops, float *logits, int n, int id) {
     float max = ops->row_max(logits, 0, n), chosen = logits[id];
@@ -5312,54 +5300,49 @@ static double score_nll(const VecOps *ops, float *logits, int n, int id) {
     return nll;
 }
 
-// Feeds ids (n) to an empty session; rows from < i count: row i predicts ids[i + 1].
-static void score_piece(Session *s, const int *ids, int n, int from, Score *t, FILE *dump) {
-    size_t vocab = (size_t)s->model->config.vocab_size;
-    s->n_tokens = 0;
-    for (int done = 0, step; done < n && !interrupted; done += step) {
-        step = MIN(s->logit_rows, n - done);
-        float *logits = session_feed(s, ids + done, step, WANT_ALL);
-        if (dump && fwrite(logits, sizeof *logits * vocab, (size_t)step, dump) != (size_t)step)
-            die("--logits: cannot write: %s", strerror(errno));
-        for (int i = MAX(from - done, 0); i < step && done + i + 1 < n; i++) {
-            double nll = score_nll(&vec_ops[s->team.isa], logits + (size_t)i * vocab, (int)vocab,
-                                   ids[done + i + 1]);
-            t->n++, t->sum += nll, t->squares += nll * nll;
-        }
-    }
-}
-
 // A text longer than the context is scored as llama.cpp's perplexity tool does: in pieces, BOS in
 // the place of the first of each, the second half of each counts.
 static void cmd_score(const Options *o, const Model *m) {
     Ids ids = input_ids(o, m);
-    int64_t n = (int64_t)ids.n, context = MIN(SCORE_PIECE, m->config.seq_len);
-    if (o->context) context = context_size(o, m, 0);
+    int64_t n = (int64_t)ids.n, size = n, counted = 0;
+    int64_t context = o->context ? context_size(o, m, 0) : MIN(SCORE_PIECE, m->config.seq_len);
     bool pieces = n > context, bos = m->vocab.add_bos && m->vocab.bos >= 0 && !o->no_bos && !o->ids;
-    if (n < 2) die("score: the text has %" PRId64 " tokens, at least 2 are needed", n);
+    if (n < 2) die("score: the text has %zu tokens, at least 2 are needed", ids.n);
     if (pieces && o->logits)
-        die("--logits: the text has %" PRId64 " tokens, the context %" PRId64
-            " positions: use -c %" PRId64, n, context, n);
-    if (pieces && context < 4)
-        die("score: -c %" PRId64 ", expected 4 or more to cut a text in pieces", context);
+        die("--logits: the text has %zu tokens, the context %.0f positions: use -c %zu", ids.n,
+            (double)context, ids.n);
+    if (pieces && context < 4) die("score: a text in pieces needs -c 4 or more");
     FILE *dump = o->logits ? fopen(o->logits, "wb") : NULL;
     if (o->logits && !dump) die("%s: cannot open: %s", o->logits, strerror(errno));
     Session *s = start_session(o, m, context, 32);
-    Score t = {0};
-    int64_t size = pieces ? context : n;
-    for (int64_t at = 0; at + size <= n && !interrupted; at += size) {
+    int vocab = m->config.vocab_size, row = 0;
+    double sum = 0, squares = 0;
+    if (pieces) size = context;
+    for (int64_t at = 0; at + size <= n && !interrupted; at += row) {
         if (pieces && bos) ids.p[at] = m->vocab.bos;
-        score_piece(s, ids.p + at, (int)size, pieces ? (int)(size / 2) : 0, &t, dump);
+        s->n_tokens = 0;
+        for (row = 0; row < size && !interrupted;) { // row i of a piece predicts its id i + 1
+            int rows = (int)MIN(s->logit_rows, size - row);
+            float *logits = session_feed(s, ids.p + at + row, rows, WANT_ALL);
+            size_t bytes = (size_t)vocab * sizeof *logits;
+            if (dump && fwrite(logits, bytes, (size_t)rows, dump) != (size_t)rows)
+                die("%s: cannot write: %s", o->logits, strerror(errno));
+            for (int end = row + rows; row < end; row++, logits += vocab) {
+                if (row + 1 >= size || (pieces && row < size / 2)) continue;
+                double nll = score_nll(&vec_ops[s->team.isa], logits, vocab, ids.p[at + row + 1]);
+                counted++, sum += nll, squares += nll * nll;
+            }
+        }
         if (pieces && shows_progress(o))
-            fprintf(stderr, "\r%" PRId64 " of %" PRId64 " tokens, perplexity %.4f", at + size, n,
-                    exp(t.sum / (double)MAX(t.n, 1)));
+            fprintf(stderr, "\r%.0f of %zu tokens, perplexity %.4f", (double)(at + row), ids.n,
+                    exp(sum / (double)MAX(counted, 1)));
     }
     if (pieces && shows_progress(o)) fprintf(stderr, "\n");
     if (dump && fclose(dump)) die("%s: cannot write: %s", o->logits, strerror(errno));
-    double nll = t.sum / (double)t.n, variance = MAX(t.squares / (double)t.n - nll * nll, 0);
-    double error = t.n > 1 ? exp(nll) * sqrt(variance / (double)(t.n - 1)) : 0;
+    double nll = sum / (double)counted, variance = MAX(squares / (double)counted - nll * nll, 0);
+    double error = counted > 1 ? exp(nll) * sqrt(variance / (double)(counted - 1)) : 0;
     if (!interrupted)
-        fprintf(stdout, "tokens %" PRId64 " nll %.5f ppl %.5f error %.5f\n", t.n, nll, exp(nll),
+        fprintf(stdout, "tokens %" PRId64 " nll %.5f ppl %.5f error %.5f\n", counted, nll, exp(nll),
                 error);
 }
 
@@ -5436,35 +5419,31 @@ static const struct { const char *name, *key; } info_sizes[N_SIZES] = {
     {"head_size", ".attention.key_length"}, {"context", ".context_length"},
 };
 
-static void info_shape(const Model *m, Str *out, bool half) {
-    const Config *c = &m->config;
-    int64_t n, size[N_SIZES] = {c->n_layers, c->dim, c->hidden_dim, c->n_heads, c->n_kv_heads,
-                                c->head_size, c->seq_len}; // of a .bin
-    for (int k = 0; m->gguf && k < N_SIZES; k++) { // of several, one a layer, the largest
-        const GgufValue *v = gguf_find(m->gguf, info_sizes[k].key);
-        if (!v && k == I_KV_HEADS) size[k] = size[I_HEADS];
-        if (!v && k == I_HEAD_SIZE) size[k] = size[I_WIDTH] / MAX(size[I_HEADS], 1);
-        for (uint64_t i = 0; v && i < v->count && gguf_element(m->gguf, v, i, &n); i++)
-            size[k] = MAX(size[k], n);
-    }
-    if (!size[I_WIDTH]) return;           // a vocabulary alone
-    for (int k = 0; k < N_SIZES; k++)
-        str_printf(out, "%s: %" PRId64 "\n", info_sizes[k].name, size[k]);
-    str_printf(out, "cache_bytes_per_token: %.0f\n", (half ? 4.0 : 8.0) * (double)size[I_LAYERS]
-               * (double)size[I_KV_HEADS] * (double)size[I_HEAD_SIZE]);
-}
-
 static void cmd_info(const Options *o, const Model *m) {
     (void)o;
     Str out = {0}, stops = {0}, stated = {0};
     const Gguf *g = m->gguf;
     const Vocab *v = &m->vocab;
+    const Config *c = &m->config;
+    int64_t n, size[N_SIZES] = {c->n_layers, c->dim, c->hidden_dim, c->n_heads, c->n_kv_heads,
+                                c->head_size, c->seq_len}; // of a .bin
     str_printf(&out, "format: %s %d\n", g ? "GGUF" : ".bin version", m->version);
     info_text(&out, "family", g ? gguf_string(g, "general.architecture") : SPAN("llama"));
     info_text(&out, "name", g ? gguf_string(g, "general.name") : SPAN(""));
     str_printf(&out, "file_bytes: %zu\n", m->file.size);
-    bool half = info_types(m, &out);
-    info_shape(m, &out, half);
+    int bytes = info_types(m, &out) ? 2 : 4;
+    for (int k = 0; g && k < N_SIZES; k++) { // of several, one a layer, the largest
+        const GgufValue *value = gguf_find(g, info_sizes[k].key);
+        if (!value && k == I_KV_HEADS) size[k] = size[I_HEADS];
+        if (!value && k == I_HEAD_SIZE) size[k] = size[I_WIDTH] / MAX(size[I_HEADS], 1);
+        for (uint64_t i = 0; value && i < value->count && gguf_element(g, value, i, &n); i++)
+            size[k] = MAX(size[k], n);
+    }
+    for (int k = 0; size[I_WIDTH] && k < N_SIZES; k++) // else a vocabulary alone
+        str_printf(&out, "%s: %" PRId64 "\n", info_sizes[k].name, size[k]);
+    if (size[I_WIDTH])
+        str_printf(&out, "cache_bytes_per_token: %.0f\n", 2.0 * bytes * (double)size[I_LAYERS]
+                   * (double)size[I_KV_HEADS] * (double)size[I_HEAD_SIZE]);
     for (int i = 0; i < v->size; i++)
         if (v->stop[i]) str_printf(&stops, stops.n ? " %d " : "%d ", i), tok_name(v, i, &stops);
     if (!g) str_printf(&out, "vocabulary: %d\nbos: 1\nstops: 1 <s>\n", m->config.vocab_size);

@@ -881,6 +881,25 @@ static void test_injection(void) {
     free(ids.p), rendering_free(&r), model_close(&m);
 }
 
+// What a chat shows of a reply, where it stops at ". ".
+static void shown_thinking(const char *form, int think, const char *reply, const char *want) {
+    Model m = {0};
+    model_open(&m, file_map("models/story.gguf"), NULL, NEED_VOCAB);
+    Span stop = SPAN(". ");
+    Options o = {.think = think, .stops = &stop, .n_stops = 1};
+    Speaker s = {.o = &o, .m = &m, .prev = NO_TOKEN, .stream.stops = &stop};
+    s.form.t = template_named(form);
+    Ids ids = {0};
+    tok_encode(&m.vocab, (Span){reply, strlen(reply)}, NULL, 0, &ids);
+    for (size_t i = 0; i < ids.n; i++) speaker_say(&s, ids.p[i]);
+    speaker_reply(&s, true);
+    put(stream_flush(&s.stream));
+    Outcome shown = streams_close(0);
+    check(!strcmp(shown.out.p, want), "%s shows `%s`, expected `%s`", reply, shown.out.p, want);
+    outcome_free(&shown), stream_free(&s.stream), str_free(&s.piece), str_free(&s.reply);
+    free(ids.p), model_close(&m);
+}
+
 // Replies that think, byte by byte as they may come: the parts that are known never change.
 static void test_thinking(void) {
     static const struct { const char *form, *seed, *reply, *thought, *answer; } cases[] = {
@@ -896,6 +915,9 @@ static void test_thinking(void) {
         {"gpt-oss", "<|start|>assistant", "<|channel|>final<|message|>A", "", "A"},
         {"gpt-oss", "<|start|>assistant", "A", NULL, "A"},
     };
+    shown_thinking("qwen3", THINK_UNSAID, "<think>\nhm</think>\n\nA. B", "<think>\nhm</think>\n\nA");
+    shown_thinking("qwen3", THINK_HIDE, "<think>\nhm. </think>\n\nA. B", "A");
+    shown_thinking("qwen3", THINK_UNSAID, "A. B", "A");
     for (int i = 0; i < COUNT(cases); i++) {
         const Template *t = template_named(cases[i].form);
         Str s = {0};
