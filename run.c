@@ -4476,9 +4476,7 @@ static void stats_print(const Stats *t, const Model *m) {
  * of the answer; whether these stay in the conversation is the template's choice.
  */
 enum { SYSTEM, USER, REPLY };           // roles
-
 typedef struct { int role; Str text; } Message;
-
 typedef struct { Message *p; int n; size_t cap; } Conversation;
 
 enum {                                  // rules of a template
@@ -5535,19 +5533,14 @@ static Options opts_parse(int argc, char **argv) {
         else if (opt->kind != FLAG && ++i == argc) die_usage("option `%s` needs a value", a);
         else opt_set(&o, opt, argv[i]);
     }
-    return o;
-}
-
-static void opts_check(const Options *o) { // what the table cannot say
-    struct tm date;
     Str names = {0};
     for (int i = 0; i < COUNT(templates); i++) str_printf(&names, " %s", templates[i].name);
-    if (o->template && !template_named(o->template))
-        die_usage("--template: `%s`, expected one of%s", o->template, names.p);
-    str_free(&names);
-    if (o->date && !date_parse(o->date, &date))
-        die_usage("--date: `%s`, expected a day as YYYY-MM-DD", o->date);
-    if (o->input && o->file) die_usage("both -i and -f are given: one input at a time");
+    if (o.template && !template_named(o.template))
+        die_usage("--template: `%s`, expected one of%s", o.template, names.p);
+    if (o.date && !date_parse(o.date, &(struct tm){0}))
+        die_usage("--date: `%s`, expected a day as YYYY-MM-DD", o.date);
+    if (o.input && o.file) die_usage("both -i and -f are given: one input at a time");
+    return o;
 }
 
 static int run(int argc, char **argv) {
@@ -5556,7 +5549,6 @@ static int run(int argc, char **argv) {
     else if (o.help || !o.model) usage(o.help ? stdout : stderr);
     out_flush();
     if (o.version || o.help || !o.model) return o.version || o.help ? 0 : 2;
-    opts_check(&o);
     signal(SIGPIPE, SIG_IGN);
     interrupt_arm();
     Model m = {0};
