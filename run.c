@@ -4900,14 +4900,15 @@ typedef struct {
 
 #define AT(field) .at = offsetof(Options, field)
 static const Opt opts[] = {
-    {'m', "mode", WORD, AT(mode), "generate|chat|tokenize|score|bench|info", ""},
+    {'m', "mode", WORD, AT(mode), "generate|chat|tokenize|score|bench|info", "(generate)"},
     {'i', "input", TEXT, AT(input), "TEXT", "prompt, first message, text to tokenize or score"},
     {'f', "file", TEXT, AT(file), "FILE", "the same from a file, - is stdin"},
     {'e', "escapes", FLAG, AT(escapes), "", "in -i, \\n, \\t, \\xHH ... are C's escapes"},
-    {'n', "steps", WHOLE, AT(steps), "N", "positions with the prompt (256)", NAN, -1e9, 1e9},
-    {'t', "temperature", REAL, AT(temperature), "X", "0 is greedy (1.0)", 1, -1e6, 1e6, "temp"},
-    {'p', "top-p", REAL, AT(top_p), "X", "the likeliest X of all (0.9)", 0.9, -1e6, 1e6, "top_p"},
-    {0, "top-k", WHOLE, AT(top_k), "N", "the N likeliest; 0, as below: off", 0, -1e9, 1e9, "top_k"},
+    {'n', "steps", WHOLE, AT(steps), "N",
+     "positions with the prompt (256, in a chat 0; 0: up to the context)", NAN, -1e9, 1e9},
+    {'t', "temperature", REAL, AT(temperature), "X", "0 is greedy", 1, -1e6, 1e6, "temp"},
+    {'p', "top-p", REAL, AT(top_p), "X", "the likeliest up to a sum of X", 0.9, -1e6, 1e6, "top_p"},
+    {0, "top-k", WHOLE, AT(top_k), "N", "the N likeliest; 0 here, below: off", 0, -1e9, 1e9, "top_k"},
     {0, "min-p", REAL, AT(min_p), "X", "what has X of the best's probability", 0, 0, 1, "min_p"},
     {0, "repeat-penalty", REAL, AT(repeat_penalty), "X", "weaken the last 64 tokens", 0, 0, 100,
      "penalty_repeat"},
@@ -4925,10 +4926,11 @@ static const Opt opts[] = {
     {0, "special", FLAG, AT(special), "", "control tokens written in the text count"},
     {0, "pieces", FLAG, AT(pieces), "", "tokenize: one line a token, id and piece"},
     {0, "logits", TEXT, AT(logits), "FILE", "score: write every position's logits, float32"},
-    {'c', "context", WHOLE, AT(context), "N", "cache positions (file's, up to 4096)", 0, 1, 1e9},
+    {'c', "context", WHOLE, AT(context), "N",
+     "positions of the cache (the file's, up to 4096)", 0, 1, 1e9},
     {0, "kv", WORD, AT(kv), "f32|f16", "the cache's type (f32 where the weights are f32)"},
     {0, "threads", WHOLE, AT(threads), "N", "default: one a core", 0, -1e9, 1e9},
-    {0, "chunk", WHOLE, AT(chunk), "N", "rows of a prompt read in one pass (128)", 128, 1, 4096},
+    {0, "chunk", WHOLE, AT(chunk), "N", "rows of a prompt read in one pass", 128, 1, 4096},
     {'q', "quiet", FLAG, AT(quiet), "", "nothing on stderr but errors"},
     {'h', "help", FLAG, AT(help), "", "this text"},
     {0, "version", FLAG, AT(version), "", "the version"},
@@ -5484,7 +5486,9 @@ static void usage(FILE *f) {
         char letter[] = {'-', opts[i].letter, ',', 0}, left[80];
         snprintf(left, sizeof left, "%3s --%s %s", opts[i].letter ? letter : "", opts[i].name,
                  opts[i].arg);
-        fprintf(f, "  %-26s %s\n", left, opts[i].help);
+        fprintf(f, "  %-26s %s", left, opts[i].help);
+        if (opts[i].usual > 0) fprintf(f, "; default %g", opts[i].usual);
+        fprintf(f, "\n");
     }
 }
 
