@@ -170,6 +170,7 @@ __attribute__((format(printf, 2, 3))) static void str_printf(Str *s, const char 
 }
 
 static void str_free(Str *s) { free(s->p), *s = (Str){0}; }
+static Span str_span(const Str *s) { return (Span){s->p, s->n}; }
 
 static bool span_is(Span a, const char *text) {
     return a.n == strlen(text) && !memcmp(a.p, text, a.n);
@@ -306,11 +307,6 @@ static Reader file_map(const char *name) {
     }
     close(fd);
     return r;
-}
-
-static void file_unmap(Reader *r) {
-    if (r->size) munmap((void *)(uintptr_t)r->base, r->size);
-    *r = (Reader){0};
 }
 
 static bool file_exists(const char *name) { return access(name, R_OK) == 0; }
@@ -2795,8 +2791,6 @@ enum { NEED_VOCAB = 1, NEED_WEIGHTS = 2 };
 
 static void vocab_from_bin(Vocab *v, Reader *r, int vocab_size); // chapter 8
 static void vocab_from_gguf(Vocab *v, const Gguf *g, Str *warnings);
-static void vocab_free(Vocab *v);
-
 // The vocabulary of a .bin: FILE of -z, or STEM.tokenizer.bin or tokenizer.bin beside the model, or
 // tokenizer.bin in the working folder; the first that exists counts.
 static void bin_vocab(Model *m, const char *path) {
@@ -2871,18 +2865,6 @@ static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
             if (p->rows != NO_DIM && part_exists(m, &m->layers[i], p))
                 tensor_add(m, (const Tensor *)((const char *)&m->layers[i] + p->at),
                            p->rows == ALL_EXPERT_DIM || p->rows == ALL_DIM);
-}
-
-static void model_close(Model *m) {
-    for (int i = 0; m->layers && i < m->config.n_layers; i++)
-        for (int p = 0; p < COUNT(parts); p++)
-            if (parts[p].rows == NO_DIM && part_exists(m, &m->layers[i], &parts[p]))
-                free(*(float **)((char *)&m->layers[i] + parts[p].at));
-    for (int t = 0; t < N_ROPES; t++)
-        free(m->config.rope[t].inv_freq), free(m->config.rope[t].inv_long);
-    free(m->layers), free(m->output_norm), str_free(&m->warnings);
-    vocab_free(&m->vocab);
-    file_unmap(&m->file);
 }
 /* ------------------------------------------------------------------------------------------------
  * Chapter 6. One forward pass
@@ -3693,12 +3675,6 @@ static void vocab_new(Vocab *v, int size) {
     if (v->kind == VOCAB_SPM) v->score = xalloc((size_t)size, sizeof *v->score);
 }
 
-static void vocab_free(Vocab *v) {
-    free(v->text), free(v->type), free(v->score), free(v->index.slot), free(v->merge);
-    free(v->merge_of), free(v->uni), free(v->stop);
-    *v = (Vocab){0};
-}
-
 // Enters the texts; for SentencePiece, finds the byte tokens and what stands before spaces.
 static void vocab_index(Vocab *v) {
     Span space = tok_space(v);
@@ -4408,10 +4384,6 @@ static Session *session_new(const Model *m, int seq_len, int chunk, bool half, i
     return s;
 }
 
-static void session_free(Session *s) {
-    free(s->cache), free(s->memory), free(s->trace), free(s);
-}
-
 // Appends n <= chunk tokens in one pass; the caller has made sure that they fit.
 static float *session_feed(Session *s, const int *ids, int n, int want) {
     assert(s->n_tokens + n <= s->seq_len);
@@ -4470,11 +4442,9 @@ static void stats_print(const Stats *t, const Model *m) {
  * data, whatever it looks like. Models that think write their thoughts between two marks in front
  * of the answer; whether these stay in the conversation is the template's choice.
  */
-enum { SYSTEM, USER, REPLY };           // roles; also the letters of Message
-
+enum { SYSTEM, USER, REPLY };           // roles
 typedef struct { int role; Str text; } Message;
-
-typedef struct { Message *p; int n, cap; } Conversation;
+typedef struct { Message *p; int n; size_t cap; } Conversation;
 
 enum {                                  // rules of a template
     TRIM_SYSTEM = 1, TRIM_USER = 2, TRIM_REPLY = 4, // white space around these is dropped,
@@ -4485,127 +4455,109 @@ enum {                                  // rules of a template
     TRIM_JOINT = 256,                   // message; white space is dropped around both together
     FORGET = 512,                       // earlier replies lose all up to the end of their thinking
     SWITCH_ON = 1024, SWITCH_OFF = 2048, // thinking can be switched; by default it is on, off
+    BOS = 4096,                         // a conversation begins with it, whatever the file says
 };
 
-/* To add a template: a row with marks that its text holds (!: must not hold), then what stands
- * before and after each kind of message. {bos} and {eos} are the vocabulary's own, {bos?} stands if
- * the file's template speaks of bos_token, {date FORMAT} is --date, {+TEXT} and {-TEXT} stand with
- * thinking on, off. Rows are tried from the top. tests/templates.py makes the renderings. */
+/* To add a template: a row with marks that its text holds (!: must not hold), then the form of each
+ * kind of message, where {} is its text, {bos} and {eos} are the vocabulary's own, {date FORMAT} is
+ * --date, and {+TEXT} and {-TEXT} stand with thinking on, off. Rows are tried from the top.
+ * tests/templates.py makes the renderings. */
 typedef struct {
     const char *name;
     int rules;
-    const char *mark[4];
-    const char *start;                  // before everything
-    const char *system[2], *user[2], *reply[2];
-    const char *ask;                    // where a reply begins; NULL: reply[0]
-    const char *preset;                 // the system text if none is given; NULL: see form_preset
-    const char *date;                   // NULL: 2024-07-26, Llama 3's
-    const char *think[2];               // marks around thinking; NULL: <think> and </think>
+    const char *mark[4], *system, *user, *reply;
+    const char *ask;       // where a reply begins; NULL: as in `reply`, without a space at the end
+    const char *start;     // before everything; NULL: BOS, where the file's template speaks of it
+    const char *preset;    // the system text if none is given; NULL: see form_preset
+    const char *more[2];   // with thinking, it goes on with what the file has between these
+    const char *date;      // NULL: 2024-07-26, Llama 3's
+    const char *think[2];  // marks around thinking; NULL: <think> and </think>
 } Template;
 
-#define ROLES(a, b, c) \
-    .system = {a "system" b, c}, .user = {a "user" b, c}, .reply = {a "assistant" b, c}
-#define CHATML .start = "{bos?}", ROLES("<|im_start|>", "\n", "<|im_end|>\n")
+#define TURNS(a, b, c) .user = a "user" b "{}" c, a "assistant" b "{}" c
+#define ROLES(a, b, c) .system = a "system" b "{}" c, TURNS(a, b, c)
+#define CHATML ROLES("<|im_start|>", "\n", "<|im_end|>\n")
 #define GRANITE ROLES("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>\n")
-#define DEEPSEEK(reply_0) .start = "{bos}", .user = {"<｜User｜>"}, \
-    .reply = {reply_0, "<｜end▁of▁sentence｜>"}
-#define SMOLLM3(name, mark, today, tail) {name, \
-    TRIM_SYSTEM_END | TRIM_NEWLINES | EMPTY_IS_NONE | SWITCH_ON, \
-    {"<|im_start|>", "Reasoning Mode: ", mark}, .start = NULL, \
-    {"<|im_start|>system\n## Metadata\n\nKnowledge Cutoff Date: June 2025\n" today "Reasoning " \
-     "Mode: {+/think}{-/no_think}\n\n## Custom Instructions\n\n", "\n\n" tail}, \
-    {"<|im_start|>user\n", "<|im_end|>\n"}, \
-    {"<|im_start|>assistant\n{-<think>\n\n</think>\n}", "<|im_end|>\n"}, .date = "2025-07-08", \
-    .preset = "You are a helpful AI assistant named SmolLM, trained by Hugging Face.{+ Your role " \
-    "as an assistant involves thoroughly exploring questions through a systematic thinking " \
-    "process before providing the final precise and accurate solutions. This requires engaging " \
-    "in a comprehensive cycle of analysis, summarizing, exploration, reassessment, reflection, " \
-    "backtracking, and iteration to develop well-considered thinking process. Please structure " \
-    "your response into two main sections: Thought and Solution using the specified format: " \
-    "<think> Thought section </think> Solution section. In the Thought section, detail your " \
-    "reasoning process in steps. Each step should include detailed considerations such as " \
-    "analysing questions, summarizing relevant findings, brainstorming new ideas, verifying the " \
-    "accuracy of the current steps, refining any errors, and revisiting previous steps. In the " \
-    "Solution section, based on various attempts, explorations, and reflections from the " \
-    "Thought section, systematically present the final solution that you deem correct. The " \
-    "Solution section should be logical, accurate, and concise and detail necessary steps " \
-    "needed to reach the conclusion.}"}
+#define LLAMA3(roles) roles("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>")
+#define DEEPSEEK(reply) .system = "{}", "<｜User｜>{}", reply "{}<｜end▁of▁sentence｜>"
+#define MISTRAL(user) .system = "{}\n\n", user
+#define SMOLLM3(today, tail) TRIM_SYSTEM_END | TRIM_NEWLINES | EMPTY_IS_NONE | SWITCH_ON, \
+    .system = "<|im_start|>system\n## Metadata\n\nKnowledge Cutoff Date: June 2025\n" today \
+        "Reasoning Mode: {+/think}{-/no_think}\n\n## Custom Instructions\n\n{}\n\n" tail, \
+    "<|im_start|>user\n{}<|im_end|>\n", \
+    "<|im_start|>assistant\n{-<think>\n\n</think>\n}{}<|im_end|>\n", .date = "2025-07-08", \
+    .preset = "You are a helpful AI assistant named SmolLM, trained by Hugging Face.", \
+    .more = {"Hugging Face.", "\n\n"}
 
 static const Template templates[] = {
-    SMOLLM3("smollm3", "Today Date: ", "Today Date: {date %d %B %Y}\n", ""),
-    SMOLLM3("smollm3-gguf", "!Today Date: ", "", "<|im_end|>\n"), // as many files have it
+    {"smollm3", SMOLLM3("Today Date: {date %d %B %Y}\n", ""),
+     .mark = {"Reasoning Mode: ", "Today Date: "}},
+    {"smollm3-gguf", SMOLLM3("", "<|im_end|>\n"), .mark = {"Reasoning Mode: "}}, // as many have it
     {"qwen3.5", TRIM_ALL | TRIM_NEWLINES | FORGET | SWITCH_ON,
-     {"<|im_start|>", "enable_thinking is false", "'<think>\n' }}", "!bos_token"}, CHATML,
-     .ask = "<|im_start|>assistant\n<think>\n{-\n</think>\n\n}"},
+     {"<|im_start|>", "enable_thinking is false", "'<think>\\n' }}", "!bos_token"}, CHATML,
+     "<|im_start|>assistant\n<think>\n{-\n</think>\n\n}"},
     {"qwen3", TRIM_NEWLINES | FORGET | SWITCH_ON, {"<|im_start|>", "enable_thinking is false"},
-     CHATML, .ask = "<|im_start|>assistant\n{-<think>\n\n</think>\n\n}"},
+     CHATML, "<|im_start|>assistant\n{-<think>\n\n</think>\n\n}"},
     {"qwen3-thinking", TRIM_NEWLINES | FORGET, // QwQ too
-     {"<|im_start|>", "assistant\n<think>\n'", "!enable_thinking"}, CHATML,
-     .ask = "<|im_start|>assistant\n<think>\n"},
+     {"<|im_start|>", "assistant\\n<think>\\n'", "!enable_thinking"}, CHATML,
+     "<|im_start|>assistant\n<think>\n"},
     {"lfm2", EMPTY_IS_NONE, {"<|im_start|>", "\" + ns.system_prompt + \"<|im_end|>"}, CHATML},
     {"chatml", 0, {"<|im_start|>"}, CHATML}, // Qwen 1.5 to 2.5, SmolLM2 and many more
-    {"mistral-v7-tekken", 0, {"[SYSTEM_PROMPT]", "![SYSTEM_PROMPT] "}, .start = "{bos}",
-     {"[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"}, {"[INST]", "[/INST]"}, {"", "{eos}"},
+    {"mistral-v7-tekken", BOS, {"[SYSTEM_PROMPT]", "![SYSTEM_PROMPT] "},
+     .system = "[SYSTEM_PROMPT]{}[/SYSTEM_PROMPT]", "[INST]{}[/INST]", "{}{eos}",
      .date = "2025-06-20", .think = {"[THINK]", "[/THINK]"}},
-    {"mistral-v7", 0, {"[SYSTEM_PROMPT]"}, .start = "{bos}",
-     {"[SYSTEM_PROMPT] ", "[/SYSTEM_PROMPT]"}, {"[INST] ", "[/INST]"}, {" ", "{eos}"}, ""},
-    {"mistral-v3-tekken", IN_LAST, {"[AVAILABLE_TOOLS]", "\"[INST]\""}, .start = "{bos}",
-     {"", "\n\n"}, {"[INST]", "[/INST]"}, {"", "{eos}"}},
-    {"mistral-v3", IN_LAST | TRIM_REPLY, {"[AVAILABLE_TOOLS]", "\"[INST] \""}, .start = "{bos}",
-     {"", "\n\n"}, {"[INST] ", "[/INST]"}, {" ", "{eos}"}, ""},
-    {"mistral-v1", IN_FIRST, {"' [INST] '"}, .start = "{bos}",
-     {"", "\n\n"}, {" [INST] ", " [/INST]"}, {" ", "{eos}"}, ""},
+    {"mistral-v7", BOS, {"[SYSTEM_PROMPT]"},
+     .system = "[SYSTEM_PROMPT] {}[/SYSTEM_PROMPT]", "[INST] {}[/INST]", " {}{eos}"},
+    {"mistral-v3-tekken", BOS | IN_LAST, {"\"[INST]\""}, MISTRAL("[INST]{}[/INST]"), "{}{eos}"},
+    {"mistral-v3", BOS | IN_LAST | TRIM_REPLY, {"\"[INST] \""},
+     MISTRAL("[INST] {}[/INST]"), " {}{eos}"},
+    {"mistral-v1", BOS | IN_FIRST, {"' [INST] '"}, MISTRAL(" [INST] {} [/INST]"), " {}{eos}"},
     {"llama2", TRIM_USER | TRIM_REPLY | IN_FIRST | TRIM_JOINT, {"[INST]", "<<SYS>>"}, .start = "",
-     {"<<SYS>>\n", "\n<</SYS>>\n\n"}, {"{bos}[INST] ", " [/INST]"}, {" ", " {eos}"}, ""},
-    {"mistral", IN_FIRST, {"[INST]"}, .start = "{bos}", // the first, which refuses a system text
-     {"", "\n\n"}, {"[INST] ", " [/INST]"}, {"", "{eos}"}},
-    {"llama3.1", TRIM_ALL, {"<|start_header_id|>", "Cutting Knowledge Date"}, .start = "{bos}",
-     {"<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
-      "Today Date: {date %d %b %Y}\n\n", "<|eot_id|>"},
-     {"<|start_header_id|>user<|end_header_id|>\n\n", "<|eot_id|>"},
-     {"<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"}, .preset = ""},
-    {"llama3", TRIM_ALL, {"<|start_header_id|>"}, .start = "{bos}",
-     ROLES("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>")},
-    {"gemma", TRIM_USER | TRIM_REPLY | IN_FIRST, {"<start_of_turn>"}, .start = "{bos}",
-     {"", "\n\n"}, {"<start_of_turn>user\n", "<end_of_turn>\n"}, // 1 and 2 refuse a system text
-     {"<start_of_turn>model\n", "<end_of_turn>\n"}},
-    {"phi3", 0, {"<|assistant|>", "<|end|>", "bos_token"}, .start = "{bos}",
-     ROLES("<|", "|>\n", "<|end|>\n")},         // the first ones drop a system text
+     .system = "<<SYS>>\n{}\n<</SYS>>\n\n", "{bos}[INST] {} [/INST]", " {} {eos}"},
+    {"mistral", BOS | IN_FIRST, {"[INST]"}, MISTRAL("[INST] {} [/INST]"), "{}{eos}"}, // the first
+    {"llama3.1", BOS | TRIM_ALL, {"<|start_header_id|>", "Cutting Knowledge Date"}, LLAMA3(TURNS),
+     .system = "<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December "
+     "2023\nToday Date: {date %d %b %Y}\n\n{}<|eot_id|>", .preset = ""},
+    {"llama3", BOS | TRIM_ALL, {"<|start_header_id|>"}, LLAMA3(ROLES)},
+    {"gemma", BOS | TRIM_USER | TRIM_REPLY | IN_FIRST, {"<start_of_turn>"}, .system = "{}\n\n",
+     "<start_of_turn>user\n{}<end_of_turn>\n", "<start_of_turn>model\n{}<end_of_turn>\n"},
+    {"phi3", 0, {"<|assistant|>", "<|end|>", "bos_token"}, ROLES("<|", "|>\n", "<|end|>\n")},
     {"phi3.5", EMPTY_IS_NONE, {"<|assistant|>", "<|end|>"}, ROLES("<|", "|>\n", "<|end|>\n")},
-    {"olmo2", 0, {"<|assistant|>", "<|user|>", "bos_token"}, .start = "{bos}",
-     {"<|system|>\n", "\n"}, {"<|user|>\n", "\n"}, {"<|assistant|>\n", "{eos}\n"}},
+    {"olmo2", BOS, {"<|assistant|>", "<|user|>", "bos_token"},
+     .system = "<|system|>\n{}\n", "<|user|>\n{}\n", "<|assistant|>\n{}{eos}\n"},
     {"zephyr", 0, {"<|assistant|>", "<|user|>", "eos_token"}, ROLES("<|", "|>\n", "{eos}\n")},
-    {"deepseek-v3.1", FORGET | SWITCH_OFF, {"<｜User｜>", "if not thinking"},
-     DEEPSEEK("<｜Assistant｜></think>"), .ask = "<｜Assistant｜>{+<think>}{-</think>}"},
-    {"deepseek-r1", FORGET, {"<｜User｜>", "<｜Assistant｜><think>\n"},
-     DEEPSEEK("<｜Assistant｜>"), .ask = "<｜Assistant｜><think>\n"},
-    {"deepseek-r1-0528", FORGET, {"<｜User｜>", "split('</think>')"}, // the first R1 too
+    {"deepseek-v3.1", BOS | FORGET | SWITCH_OFF, {"<｜User｜>", "if not thinking"},
+     DEEPSEEK("<｜Assistant｜></think>"), "<｜Assistant｜>{+<think>}{-</think>}"},
+    {"deepseek-r1", BOS | FORGET, {"<｜User｜>", "<｜Assistant｜><think>\\n"},
+     DEEPSEEK("<｜Assistant｜>"), "<｜Assistant｜><think>\n"},
+    {"deepseek-r1-0528", BOS | FORGET, {"<｜User｜>", "split('</think>')"}, // the first R1 too
      DEEPSEEK("<｜Assistant｜>")},
-    {"deepseek-v3", 0, {"<｜User｜>"}, DEEPSEEK("<｜Assistant｜>")},
-    {"deepseek-v2", 0, {"'Assistant: ' + message['content'] + eos_token"}, .start = "{bos}",
-     {"", "\n\n"}, {"User: ", "\n\n"}, {"Assistant: ", "{eos}"}, "Assistant:"},
+    {"deepseek-v3", BOS, {"<｜User｜>"}, DEEPSEEK("<｜Assistant｜>")},
+    {"deepseek-v2", BOS, {"'Assistant: ' + message['content'] + eos_token"},
+     .system = "{}\n\n", "User: {}\n\n", "Assistant: {}{eos}"},
     {"granite-3.3", 0, {"<|start_of_role|>", "April 2024. Today's Date: "}, GRANITE,
      .preset = "Knowledge Cutoff Date: April 2024. Today's Date: {date %B %d, %Y}. You are "
      "Granite, developed by IBM. You are a helpful AI assistant.", .date = "2025-04-16"},
     {"granite-4", EMPTY_IS_NONE, {"<|start_of_role|>", "if ns.system_message"}, GRANITE},
     {"granite-3", 0, {"<|start_of_role|>"}, GRANITE},
     {"gpt-oss", EMPTY_IS_NONE | SWITCH_ON, {"<|start|>", "<|channel|>"},
-     .start = "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI."
+     .system = "<|start|>developer<|message|># Instructions\n\n{}\n\n<|end|>",
+     "<|start|>user<|message|>{}<|end|>", "<|start|>assistant<|channel|>final<|message|>{}<|end|>",
+     "<|start|>assistant",
+     "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI."
      "\nKnowledge cutoff: 2024-06\nCurrent date: {date %Y-%m-%d}\n\nReasoning: {+medium}{-low}\n\n"
      "# Valid channels: analysis, commentary, final. Channel must be included for every message."
-     "<|end|>", {"<|start|>developer<|message|># Instructions\n\n", "\n\n<|end|>"},
-     {"<|start|>user<|message|>", "<|end|>"},
-     {"<|start|>assistant<|channel|>final<|message|>", "<|end|>"}, "<|start|>assistant",
-     .date = "2025-08-05", .think = {"<|start|>assistant<|channel|>analysis<|message|>",
-                                     "<|start|>assistant<|channel|>final<|message|>"}},
-    {"plain", 0, {NULL}, .start = "{bos}", {"", "\n"}, {"", "\n"}, {"", "\n"}, ""},
+     "<|end|>", .date = "2025-08-05",
+     .think = {"<|start|>assistant<|channel|>analysis<|message|>",
+               "<|start|>assistant<|channel|>final<|message|>"}},
+    {"plain", BOS, {NULL}, .system = "{}\n", "{}\n", "{}\n"},
 };
 
-// A template and all that decides about its text. file: the template of the model's file.
+// A template and all that decides about its text.
 typedef struct {
     const Template *t;
     const Vocab *v;
-    Span file;
+    Str file;                           // the template of the model's file
     bool think;
     struct tm date;
     Str preset;                         // the system text when none is given; p = NULL: none
@@ -4618,11 +4570,9 @@ static bool span_starts(Span s, const char *word) {
 
 static const char *span_find(Span s, const char *word) { // NULL: it is not there
     size_t n = strlen(word);
-    const char *p = s.p, *end = s.p + s.n;
-    while (n && s.n >= n && (p = memchr(p, *word, (size_t)(end - p)))
-           && ((size_t)(end - p) < n || memcmp(p, word, n)))
-        p++;
-    return s.n >= n ? p : NULL;
+    for (size_t at = 0; at + n <= s.n; at++)
+        if (!memcmp(s.p + at, word, n)) return s.p + at;
+    return NULL;
 }
 
 static bool span_has(Span s, const char *word) { return span_find(s, word) != NULL; }
@@ -4639,16 +4589,12 @@ static size_t span_overlap(Span s, const char *word) {
 static void unescape(Str *s) {
     static const char from[] = "ntr\\\"'0", to[] = "\n\t\r\\\"'\0";
     size_t n = 0;
-    for (size_t i = 0; i < s->n; i++) {
-        const char *known =
-            s->p[i] == '\\' && i + 1 < s->n && s->p[i + 1] ? strchr(from, s->p[i + 1]) : NULL;
-        unsigned code;
-        if (known) s->p[n++] = to[known - from], i++;
-        else if (s->p[i] == '\\' && i + 3 < s->n && s->p[i + 1] == 'x'
-                 && isxdigit((unsigned char)s->p[i + 2]) && isxdigit((unsigned char)s->p[i + 3])
-                 && sscanf(s->p + i + 2, "%2x", &code) == 1)
-            s->p[n++] = (char)code, i += 3;
-        else s->p[n++] = s->p[i];
+    for (size_t i = 0; i < s->n; i++) { // looks no further than the 0 behind the text
+        const char *p = s->p + i, *known = *p == '\\' && p[1] ? strchr(from, p[1]) : NULL;
+        bool hex = *p == '\\' && p[1] == 'x' && isxdigit((uint8_t)p[2]) && isxdigit((uint8_t)p[3]);
+        char code = hex ? (char)strtol((char[]){p[2], p[3], 0}, NULL, 16) : *p;
+        s->p[n++] = known ? to[known - from] : code;
+        i += known ? 1 : hex ? 3 : 0;
     }
     if (s->p) s->p[s->n = n] = 0;
 }
@@ -4659,21 +4605,14 @@ static const Template *template_named(const char *name) {
     return NULL;
 }
 
-// The row whose marks a template text holds, or NULL.
-static const Template *template_find(Span file) {
-    const Template *found = NULL;
-    Str text = {0};
-    str_add(&text, file.p, file.n), unescape(&text);
-    for (int i = 0; i < COUNT(templates) && !found; i++) {
-        const char *const *mark = templates[i].mark;
-        bool fits = mark[0] != NULL;
-        for (int k = 0; k < COUNT(templates[i].mark) && mark[k]; k++)
-            fits &= span_has((Span){text.p, text.n}, mark[k] + (*mark[k] == '!'))
-                    == (*mark[k] != '!');
-        if (fits) found = &templates[i];
+static const Template *template_find(Span file) { // the row for a template text, or NULL
+    for (const Template *t = templates; t < templates + COUNT(templates); t++) {
+        bool fits = t->mark[0] != NULL;
+        for (int k = 0; k < COUNT(t->mark) && t->mark[k]; k++)
+            fits &= span_has(file, t->mark[k] + (*t->mark[k] == '!')) == (*t->mark[k] != '!');
+        if (fits) return t;
     }
-    str_free(&text);
-    return found;
+    return NULL;
 }
 
 // A text under construction and, byte for byte, whether it came from a message.
@@ -4690,19 +4629,22 @@ static void render_date(Rendering *r, const Form *f, Span format) {
     render_bytes(r, (Span){date, strftime(date, sizeof date, pattern, &f->date)}, false);
 }
 
-static void render_form(Rendering *r, const Form *f, const char *form) {
-    if (!form) return;
-    for (const char *brace; (brace = strchr(form, '{')); form = strchr(brace, '}') + 1) {
+enum { FRONT, BACK }; // the part of a form before its {}, or all of it if it has none; that behind
+
+static void render_form(Rendering *r, const Form *f, const char *form, int part) {
+    const char *gap = strstr(form, "{}"), *end = gap && part == FRONT ? gap : form + strlen(form);
+    if (part == BACK) form = gap + 2;
+    for (const char *brace; (brace = memchr(form, '{', (size_t)(end - form)));) {
         render_bytes(r, (Span){form, (size_t)(brace - form)}, false);
         Span word = {brace + 1, strcspn(brace + 1, "}")};
+        form = word.p + word.n + 1;
         int id = span_is(word, "bos") ? f->v->bos : span_is(word, "eos") ? f->v->eos : NO_TOKEN;
-        if (span_is(word, "bos?") && span_has(f->file, "bos_token")) id = f->v->bos;
         if (id >= 0) render_bytes(r, tok_spelling(f->v, id), false);
-        else if (span_starts(word, "date ")) render_date(r, f, (Span){word.p + 5, word.n - 5});
+        else if (span_starts(word, "date ")) render_date(r, f, span_from(word, word.p + 5));
         else if (*word.p == (f->think ? '+' : '-'))
-            render_bytes(r, (Span){word.p + 1, word.n - 1}, false);
+            render_bytes(r, span_from(word, word.p + 1), false);
     }
-    render_bytes(r, (Span){form, strlen(form)}, false);
+    render_bytes(r, (Span){form, (size_t)(end - form)}, false);
 }
 
 static void rendering_free(Rendering *r) { str_free(&r->text), str_free(&r->typed); }
@@ -4716,49 +4658,52 @@ static bool is_white(uint32_t c) { // what the reference's strip() takes away
 }
 
 static Span span_trim(Span s) {
-    size_t from = s.n, to = s.n;
+    size_t from = 0, to = 0;
     for (size_t at = 0; at < s.n;) {
         uint32_t code;
         size_t next = at + (size_t)utf8_next(s.p + at, s.n - at, &code);
-        if (!is_white(code)) from = MIN(from, at), to = next;
+        if (!is_white(code)) from = to ? from : at, to = next;
         at = next;
     }
     return (Span){s.p + from, to - from};
 }
 
+// What stands between two texts, where it is text and not code that makes one; p = NULL: nowhere.
+static Span span_between(Span s, const char *before, const char *behind) {
+    for (const char *found; before && *before && (found = span_find(s, before));) {
+        Span text = s = span_from(s, found + strlen(before));
+        const char *end = span_find(s, behind);
+        text.n = end ? (size_t)(end - text.p) : 0;
+        if (end && !strchr("'\"", *text.p) && !span_has(text, "}}")) return text;
+    }
+    return (Span){0};
+}
+
 // The system text of a conversation that gives none: the row's; or what the file's template says,
 // in default_system_message (a date may be joined to it) or in a whole message of the row's form.
 static void form_preset(Form *f) {
-    const char *head = f->t->system[0];
+    const Template *t = f->t;
     Rendering r = {0};
-    Str file = {0};
-    if (f->t->preset) str_add(&r.text, "", 0), render_form(&r, f, f->t->preset);
-    else str_add(&file, f->file.p, f->file.n), unescape(&file);
-    Span all = {file.p, file.n}, text;
-    const char *found = span_find(all, "default_system_message = "), *end = NULL;
+    Span text = {0}, file = str_span(&f->file);
+    if (t->preset) {
+        render_form(&r, f, t->preset, FRONT);
+        if (f->think) text = span_between(file, t->more[0], t->more[1]);
+    } else {
+        text = span_between(file, "default_system_message = '", "' %}");
+        if (!text.p) text = span_between(file, "default_system_message = \"", "\" %}");
+        render_bytes(&r, (Span){t->system, strcspn(t->system, "{")}, false);
+        if (!text.p) text = span_between(file, r.text.p, strstr(t->system, "{}") + 2);
+        rendering_free(&r);
+    }
+    const char *today = "\" + today + \"", *found = span_find(text, today);
     if (found) {
-        text = span_from(all, found + strlen("default_system_message = "));
-        end = span_find(text, text.n && *text.p == '"' ? "\" %}" : "' %}");
-        text.p++;
+        render_bytes(&r, (Span){text.p, (size_t)(found - text.p)}, false);
+        render_date(&r, f, SPAN("%Y-%m-%d"));
+        text = span_from(text, found + strlen(today));
     }
-    while (!end && head && *head && (found = span_find(all, head))) {
-        all = text = span_from(all, found + strlen(head)); // is it text, or code that makes one?
-        end = span_find(text, f->t->system[1]);
-        if (!text.n || strchr("'\"", *text.p)) end = NULL;
-        else if (end && span_has((Span){text.p, (size_t)(end - text.p)}, "}}")) end = NULL;
-    }
-    if (end) {
-        const char *today = "\" + today + \"";
-        text.n = (size_t)(end - text.p);
-        if ((found = span_find(text, today))) {
-            render_bytes(&r, (Span){text.p, (size_t)(found - text.p)}, false);
-            render_date(&r, f, SPAN("%Y-%m-%d"));
-            text = span_from(text, found + strlen(today));
-        }
-        render_bytes(&r, text, false);
-    }
+    if (text.p) render_bytes(&r, text, false);
     f->preset = r.text;
-    str_free(&r.typed), str_free(&file);
+    str_free(&r.typed);
 }
 
 // YYYY-MM-DD, a day that exists.
@@ -4774,40 +4719,29 @@ static bool date_parse(const char *text, struct tm *date) {
 enum { THINK_UNSAID, THINK_ON, THINK_OFF, THINK_HIDE }; // --think
 
 static Form form_new(const Template *t, const Vocab *v, Span file, int think, const char *date) {
-    Form f = {.t = t, .v = v, .file = file};
+    Form f = {.t = t, .v = v};
+    str_add(&f.file, file.p, file.n), unescape(&f.file);
     f.think = think == THINK_UNSAID ? !(t->rules & SWITCH_OFF) : think != THINK_OFF;
     date_parse(date ? date : t->date ? t->date : "2024-07-26", &f.date);
     form_preset(&f);
     return f;
 }
 
-// The form of a model's chat: the one named, that of its own template, or what its vocabulary
-// suggests, with a warning.
-static Form form_find(const Model *m, const char *name, int think, const char *date, Str *notes) {
-    const Template *t = name ? template_named(name) : template_find(m->chat_template);
-    if (!t) {
-        bool chatml = m->gguf && tok_find(&m->vocab, SPAN("<|im_start|>")) >= 0;
-        t = template_named(!m->gguf ? "llama2" : chatml ? "chatml" : "plain");
-        if (m->gguf)
-            str_printf(notes,
-                       "%s: %s; the chat uses the form `%s` (--template NAME forces another)\n",
-                       m->file.name,
-                       m->chat_template.n ? "its chat template is not one of those known"
-                                          : "no chat template: is this an instruct model?",
-                       t->name);
-    }
-    if (think != THINK_UNSAID && think != THINK_HIDE && !(t->rules & (SWITCH_ON | SWITCH_OFF)))
-        str_printf(notes, "--think: the chat form `%s` has no switch for thinking\n", t->name);
-    return form_new(t, &m->vocab, m->chat_template, think, date);
+// The row for a model's chat: that of its own template or, with a warning, what its vocabulary
+// suggests.
+static const Template *template_of(const Model *m, bool quiet) {
+    const Template *t = m->gguf ? template_find(m->chat_template) : template_named("llama2");
+    if (t) return t;
+    t = template_named(tok_find_text(&m->vocab, "<|im_start|>") >= 0 ? "chatml" : "plain");
+    if (!quiet)
+        warn_line("%s: %s; the chat uses the form `%s` (--template NAME forces another)",
+                  m->file.name, m->chat_template.n ? "a chat template of an unknown kind"
+                                : "no chat template: is this an instruct model?", t->name);
+    return t;
 }
 
 static void message_add(Conversation *c, int role, Span text) {
-    if (c->n == c->cap) {
-        c->cap = 2 * c->cap + 8;
-        Message *p = realloc(c->p, (size_t)c->cap * sizeof *p);
-        if (!p) die("out of memory: %d messages", c->cap);
-        c->p = p;
-    }
+    c->p = grown(c->p, &c->cap, (size_t)c->n + 1, sizeof *c->p);
     c->p[c->n] = (Message){.role = role};
     str_add(&c->p[c->n++].text, text.p, text.n);
 }
@@ -4845,11 +4779,10 @@ static Parts reply_parts(const Template *t, Span reply, size_t seed, bool end) {
 
 // White space, and earlier thinking, as the template has it.
 static Span message_text(const Template *t, const Message *m) {
-    static const int trims[] = {[SYSTEM] = TRIM_SYSTEM, [USER] = TRIM_USER, [REPLY] = TRIM_REPLY};
-    Span text = {m->text.p, m->text.n}, trimmed = span_trim(text);
-    if (t->rules & trims[m->role]) text = trimmed;
-    if (m->role == SYSTEM && t->rules & TRIM_SYSTEM_END)
-        text.n = trimmed.n ? (size_t)(trimmed.p + trimmed.n - text.p) : 0;
+    Span text = str_span(&m->text), trimmed = span_trim(text);
+    if (t->rules & TRIM_SYSTEM << m->role) text = trimmed;
+    if (t->rules & TRIM_SYSTEM_END && m->role == SYSTEM)
+        text.n = (size_t)(trimmed.p + trimmed.n - text.p);
     if (m->role != REPLY) return text;
     const char *close = think_mark(t, 1), *found;
     bool whole = t->rules & FORGET;     // as yet
@@ -4859,12 +4792,11 @@ static Span message_text(const Template *t, const Message *m) {
     return text;
 }
 
-// The system message; a NULL text is the preset, where there is one.
-static void render_system(Rendering *r, const Form *f, const Span *text) {
-    if (!text && !f->preset.p) return;
-    render_form(r, f, f->t->system[0]);
-    render_bytes(r, text ? *text : (Span){f->preset.p, f->preset.n}, text != NULL);
-    render_form(r, f, f->t->system[1]);
+static void render_system(Rendering *r, const Form *f, Span text, bool typed) {
+    if (!text.p) return;                // not even a preset
+    render_form(r, f, f->t->system, FRONT);
+    render_bytes(r, text, typed);
+    render_form(r, f, f->t->system, BACK);
 }
 
 // The conversation without the `skip` messages that follow the system message, ending where the
@@ -4872,27 +4804,30 @@ static void render_system(Rendering *r, const Form *f, const Span *text) {
 static Rendering render(const Form *f, const Conversation *c, int skip) {
     const Template *t = f->t;
     Rendering r = {0};
-    Span given, *system = NULL;
+    Span system = str_span(&f->preset), given = {0};
     int from = c->n && c->p[0].role == SYSTEM;
-    if (from) given = message_text(t, &c->p[0]), system = &given;
-    if (system && !system->n && t->rules & EMPTY_IS_NONE) system = NULL;
+    if (from) given = message_text(t, &c->p[0]);
+    bool typed = given.n || (from && !(t->rules & EMPTY_IS_NONE));
+    if (typed) system = given;
     from += skip;
     int place = t->rules & IN_FIRST ? from : t->rules & IN_LAST ? c->n - 1 : -1;
-    render_form(&r, f, t->start);
-    if (place < 0) render_system(&r, f, system);
+    bool bos = t->rules & BOS || span_has(str_span(&f->file), "bos_token");
+    render_form(&r, f, t->start ? t->start : bos ? "{bos}" : "", FRONT);
+    if (place < 0) render_system(&r, f, system, typed);
     for (int i = from; i < c->n; i++) {
-        const char *const *around = c->p[i].role == USER ? t->user : t->reply;
-        Span text = message_text(t, &c->p[i]), raw = {c->p[i].text.p, c->p[i].text.n};
-        render_form(&r, f, around[0]);
-        if (i == place) render_system(&r, f, system);
-        if (i == place && system && t->rules & TRIM_JOINT) {
-            if (text.n) text = (Span){raw.p, (size_t)(text.p + text.n - raw.p)};
-            else r.text.n = r.typed.n = span_trim((Span){r.text.p, r.text.n}).n;
+        const char *form = c->p[i].role == USER ? t->user : t->reply;
+        Span text = message_text(t, &c->p[i]);
+        render_form(&r, f, form, FRONT);
+        if (i == place) render_system(&r, f, system, typed);
+        if (i == place && system.p && t->rules & TRIM_JOINT) {
+            text = (Span){c->p[i].text.p, (size_t)(text.p + text.n - c->p[i].text.p)};
+            if (!text.n) r.text.n = r.typed.n = span_trim(str_span(&r.text)).n;
         }
         render_bytes(&r, text, true);
-        render_form(&r, f, around[1]);
+        render_form(&r, f, form, BACK);
     }
-    render_form(&r, f, t->ask ? t->ask : t->reply[0]);
+    render_form(&r, f, t->ask ? t->ask : t->reply, FRONT);
+    if (!t->ask && r.text.p[r.text.n - 1] == ' ') r.text.n--, r.typed.n--;
     return r;
 }
 /* ------------------------------------------------------------------------------------------------
@@ -4901,33 +4836,79 @@ static Rendering render(const Form *f, const Conversation *c, int skip) {
  * What the program does with a model: one function a mode, listed in modes[] of chapter 14. stdout
  * gets the text (or the result) and nothing else; numbers, progress and warnings go to stderr.
  */
-enum { DEFAULT_STEPS = 256, DEFAULT_CONTEXT = 4096, DEFAULT_CHUNK = 128, SCORE_PIECE = 512 };
+enum { DEFAULT_STEPS = 256, DEFAULT_CONTEXT = 4096, SCORE_PIECE = 512 };
 
-enum { TEMPERATURE, TOP_K, TOP_P, MIN_P, PENALTY, N_SAMPLING };
-static const struct { const char *key; double usual, most; } sampling[N_SAMPLING] = {
-    {"temp", 1.0, 1e6}, {"top_k", 0, INT_MAX}, {"top_p", 0.9, 1}, {"min_p", 0, 1},
-    {"penalty_repeat", 0, 100},         // keys: general.sampling.*
-};
-
-typedef struct {
-    const char *model, *mode, *tokenizer;
-    double sampling[N_SAMPLING];        // NAN where not given
-    int64_t seed, steps, threads, chunk, context; // UNSET where not given
-    const char *input, *file, *system, *template, *date, *logits;
-    int think, kv;                      // THINK_; 1 f32, 2 f16, 0 where not given
+typedef struct {                        // what a user may say, see opts[]
+    const char *model, *tokenizer, *input, *file, *system, *template, *date, *logits;
+    double temperature, top_k, top_p, min_p, repeat_penalty;
+    double seed, steps, threads, chunk, context; // not given: steps is NAN, context 0
+    int mode, think, kv;                // the word's place, from 1 on; 0 where not given
     Span *stops;                        // --stop, in order
     int n_stops;
     bool escapes, ids, no_bos, special, pieces, no_echo, quiet, show_prompt, help, version;
+    bool samples;                       // an option of sampling was given
 } Options;
 
-#define UNSET INT64_MIN
+#define note(o, ...) ((o)->quiet ? (void)0 : warn_line(__VA_ARGS__))
+
+/* The table of options is the parser and the help text. To add one: a field in Options, a row here,
+ * its use. */
+enum { FLAG, TEXT, TEXTS, WORD, WHOLE, REAL };
+
+typedef struct {
+    char letter;                        // 0: long name only
+    const char *name;
+    int kind;
+    size_t at;                          // place in Options
+    const char *arg, *help;             // WORD: arg lists the words, kept as 1, 2, ...
+    double usual, low, high;            // WHOLE, REAL
+    const char *key;                    // a file may state it for a chat: general.sampling.KEY
+} Opt;
+
+#define AT(field) .at = offsetof(Options, field)
+static const Opt opts[] = {
+    {'m', "mode", WORD, AT(mode), "generate|chat|tokenize|score|bench|info", "(generate)"},
+    {'i', "input", TEXT, AT(input), "TEXT", "prompt, first message, text to tokenize or score"},
+    {'f', "file", TEXT, AT(file), "FILE", "the same from a file, - is stdin"},
+    {'e', "escapes", FLAG, AT(escapes), "", "in -i, \\n, \\t, \\xHH ... are C's escapes"},
+    {'n', "steps", WHOLE, AT(steps), "N",
+     "positions with the prompt (256, in a chat 0; 0: up to the context)", NAN, -1e9, 1e9},
+    {'t', "temperature", REAL, AT(temperature), "X", "0 is greedy", 1, -1e6, 1e6, "temp"},
+    {'p', "top-p", REAL, AT(top_p), "X", "the likeliest up to a sum of X", 0.9, -1e6, 1e6, "top_p"},
+    {0, "top-k", WHOLE, AT(top_k), "N", "the N likeliest; 0 here, below: off", 0, -1e9, 1e9, "top_k"},
+    {0, "min-p", REAL, AT(min_p), "X", "what has X of the best's probability", 0, 0, 1, "min_p"},
+    {0, "repeat-penalty", REAL, AT(repeat_penalty), "X", "weaken the last 64 tokens", 0, 0, 100,
+     "penalty_repeat"},
+    {'s', "seed", WHOLE, AT(seed), "N", "of the draws; 0 or less: from the clock", 0, -9e15, 9e15},
+    {'y', "system", TEXT, AT(system), "TEXT", "system message of a chat; \"\" is an empty one"},
+    {0, "template", TEXT, AT(template), "NAME", "force a chat form; `list` lists them"},
+    {0, "think", WORD, AT(think), "on|off|hide", "let a chat's model think, or think unseen"},
+    {0, "date", TEXT, AT(date), "YYYY-MM-DD", "the date that a chat form tells the model"},
+    {0, "show-prompt", FLAG, AT(show_prompt), "", "print to stderr what the model is given"},
+    {0, "stop", TEXTS, AT(stops), "TEXT", "end a reply before this text; may be repeated"},
+    {0, "no-echo", FLAG, AT(no_echo), "", "do not repeat the prompt"},
+    {'z', "tokenizer", TEXT, AT(tokenizer), "FILE", "vocabulary of a .bin (if not beside it)"},
+    {0, "ids", FLAG, AT(ids), "", "the input is token ids; nothing is added to them"},
+    {0, "no-bos", FLAG, AT(no_bos), "", "no BOS before the text"},
+    {0, "special", FLAG, AT(special), "", "control tokens written in the text count"},
+    {0, "pieces", FLAG, AT(pieces), "", "tokenize: one line a token, id and piece"},
+    {0, "logits", TEXT, AT(logits), "FILE", "score: write every position's logits, float32"},
+    {'c', "context", WHOLE, AT(context), "N",
+     "positions of the cache (the file's, up to 4096)", 0, 1, 1e9},
+    {0, "kv", WORD, AT(kv), "f32|f16", "the cache's type (f32 where the weights are f32)"},
+    {0, "threads", WHOLE, AT(threads), "N", "default: one a core", 0, -1e9, 1e9},
+    {0, "chunk", WHOLE, AT(chunk), "N", "rows of a prompt read in one pass", 128, 1, 4096},
+    {'q', "quiet", FLAG, AT(quiet), "", "nothing on stderr but errors"},
+    {'h', "help", FLAG, AT(help), "", "this text"},
+    {0, "version", FLAG, AT(version), "", "the version"},
+};
 
 // ---- input: -i, -f or nothing, used byte for byte
 static Str read_input(const Options *o) {
     Str s = {0};
     str_add(&s, "", 0);
     if (o->input) str_add(&s, o->input, strlen(o->input));
-    if (o->input && o->escapes) unescape(&s);
+    if (o->escapes) unescape(&s);
     if (!o->file) return s;
     FILE *f = strcmp(o->file, "-") ? fopen(o->file, "rb") : stdin;
     if (!f) die("%s: cannot open: %s", o->file, strerror(errno));
@@ -4939,30 +4920,25 @@ static Str read_input(const Options *o) {
     return s;
 }
 
-// Ids separated by white space, each below the number of embedding rows (or of tokens).
-static void parse_ids(const Str *s, int limit, Ids *out) {
-    for (const char *p = s->p, *end = s->p + s->n; p < end;) {
-        if (is_blank(*p)) { p++; continue; }
+// The ids of the input; --ids: numbers, each below the count of embedding rows (or of tokens).
+static Ids input_ids(const Options *o, const Model *m) {
+    Str text = read_input(o);
+    Span list = o->ids ? span_trim(str_span(&text)) : (Span){0};
+    Ids ids = {0};
+    int limit = MAX(m->config.vocab_size, m->vocab.size);
+    for (const char *p = list.p, *end = list.p + list.n; p < end;) {
         char *stop;
         errno = 0;
         long id = strtol(p, &stop, 10);
         if (stop == p || errno || (stop < end && !is_blank(*stop)) || id < 0 || id >= limit)
-            die("--ids: byte %td: `%.20s`, expected a token id from 0 to %d", p - s->p, p,
+            die("--ids: byte %td: `%.20s`, expected a token id from 0 to %d", p - text.p, p,
                 limit - 1);
-        ids_add(out, (int)id), p = stop;
+        ids_add(&ids, (int)id), p = stop;
     }
-}
-
-static Ids input_ids(const Options *o, const Model *m) {
-    Str text = read_input(o);
-    Ids ids = {0};
-    if (o->ids) parse_ids(&text, MAX(m->config.vocab_size, m->vocab.size), &ids);
-    else {
-        if (!o->no_bos) tok_bos(&m->vocab, &ids);
-        tok_encode(&m->vocab, (Span){text.p, text.n}, NULL, o->special ? TOK_SPECIAL : 0, &ids);
-        if (m->vocab.add_eos && m->vocab.eos >= 0) ids_add(&ids, m->vocab.eos);
-    }
-    str_free(&text);
+    if (o->ids) return ids;
+    if (!o->no_bos) tok_bos(&m->vocab, &ids);
+    tok_encode(&m->vocab, str_span(&text), NULL, o->special ? TOK_SPECIAL : 0, &ids);
+    if (m->vocab.add_eos && m->vocab.eos >= 0) ids_add(&ids, m->vocab.eos);
     return ids;
 }
 
@@ -4978,24 +4954,17 @@ static void put(Span s) {
     if (s.n) fwrite(s.p, 1, s.n, stdout), out_flush();
 }
 
-// As valid UTF-8 without control characters but newline and tab.
-static void print_clean(FILE *f, const Str *s) {
-    Stream clean = {.terminal = true};
-    Span shown = stream_push(&clean, (Span){s->p, s->n});
-    fwrite(shown.p, 1, shown.n, f);
-    shown = stream_flush(&clean);
-    fwrite(shown.p, 1, shown.n, f);
-    stream_free(&clean);
-}
-
-// A text on one line: control characters and the backslash as escapes.
-static void add_escaped(Str *out, Span s) {
-    for (size_t i = 0; i < s.n; i++) {
-        unsigned char c = (unsigned char)s.p[i];
-        if (c == '\n') str_printf(out, "\\n");
-        else if (c == '\\') str_printf(out, "\\\\");
-        else if (c < 32 || c == 127) str_printf(out, "\\x%02x", c);
-        else str_add(out, s.p + i, 1);
+// A text that may be shown: what could steer a terminal or is no UTF-8 as escapes, and where it has
+// to stay on one line newlines too.
+static void add_shown(Str *out, Span s, bool one_line) {
+    for (size_t n; s.n; s.p += n, s.n -= n) {
+        int length = utf8_length(s.p, s.n);
+        n = (size_t)MAX(length, 1);
+        bool kept = !one_line && (*s.p == '\n' || *s.p == '\t');
+        if (*s.p == '\n' && !kept) str_printf(out, "\\n");
+        else if (*s.p == '\\' && one_line) str_printf(out, "\\\\");
+        else if (length > 0 && (kept || !is_control(s.p))) str_add(out, s.p, n);
+        else for (size_t i = 0; i < n; i++) str_printf(out, "\\x%02x", (uint8_t)s.p[i]);
     }
 }
 
@@ -5003,92 +4972,84 @@ static bool shows_progress(const Options *o) { return !o->quiet && isatty(fileno
 
 // ---- what all modes that run the model share
 static Session *start_session(const Options *o, const Model *m, int64_t positions, int logit_rows) {
-    int chunk = o->chunk == UNSET ? DEFAULT_CHUNK : (int)MIN(MAX(o->chunk, 1), 4096);
-    int threads = o->threads == UNSET || !o->threads ? default_threads(m)
-                : (int)MIN(MAX(o->threads, 1), MIN(MAX_THREADS, 4 * core_count()));
-    return session_new(m, (int)MIN(positions, MAX_POSITIONS), chunk,
-                       o->kv ? o->kv == 2 : !m->all_f32, threads, logit_rows);
+    int most = MIN(MAX_THREADS, 4 * core_count());
+    int threads = o->threads ? (int)MIN(MAX(o->threads, 1), most) : default_threads(m);
+    return session_new(m, (int)positions, (int)o->chunk, o->kv ? o->kv == 2 : !m->all_f32, threads,
+                       logit_rows);
 }
 
 // Positions of the cache: -c, or the file's context, at most 4,096 unless more are wanted.
 static int64_t context_size(const Options *o, const Model *m, int64_t wanted) {
-    if (o->context == UNSET) return MIN(m->config.seq_len, MAX(DEFAULT_CONTEXT, wanted));
-    if (o->context > m->config.seq_len && !o->quiet)
-        warn_line("-c %" PRId64 " is more than the %d positions the model was trained for",
-                  o->context, m->config.seq_len);
-    return o->context;
+    if (!o->context) return MIN(m->config.seq_len, MAX(DEFAULT_CONTEXT, wanted));
+    if (o->context > m->config.seq_len)
+        note(o, "-c %.0f is more than the %d positions the model was trained for", o->context,
+             m->config.seq_len);
+    return (int64_t)o->context;
 }
 
-static bool sampling_fits(int i, double x) {
-    return x >= 0 && x <= sampling[i].most && !(i == PENALTY && x > 0 && x < 0.01);
-}
-
-static double sampling_stated(const Gguf *g, int i) { // by the file; NAN: nothing of use
+static double sampling_stated(const Gguf *g, const Opt *opt) { // by the file; NAN: nothing of use
     char key[64];
-    snprintf(key, sizeof key, "general.sampling.%s", sampling[i].key);
-    const GgufValue *v = g ? gguf_find(g, key) : NULL;
+    if (!g || !opt->key) return NAN;
+    snprintf(key, sizeof key, "general.sampling.%s", opt->key);
+    const GgufValue *v = gguf_find(g, key);
     int64_t n;
     double x = NAN;
     if (v && !v->array && v->type == GGUF_F32) x = (double)f32_at(g->r->base + v->at);
     else if (v && !v->array && gguf_element(g, v, 0, &n)) x = (double)n;
-    return sampling_fits(i, x) ? x : NAN;
+    return x >= 0 && x <= opt->high ? x : NAN;
 }
 
 // What the file states counts in a chat where no sampling option is given.
 static Sampler start_sampler(const Options *o, const Session *s, bool chat) {
-    double use[N_SAMPLING];
-    for (int i = 0; i < N_SAMPLING; i++) chat &= isnan(o->sampling[i]);
-    for (int i = 0; i < N_SAMPLING; i++) {
-        use[i] = chat ? sampling_stated(s->model->gguf, i) : o->sampling[i];
-        if (isnan(use[i])) use[i] = sampling[i].usual;
+    Options use = *o;
+    for (int i = 0; chat && !o->samples && i < COUNT(opts); i++) {
+        double stated = sampling_stated(s->model->gguf, &opts[i]);
+        if (!isnan(stated)) *(double *)((char *)&use + opts[i].at) = stated;
     }
-    Sampler sampler = {
-        .temperature = (float)use[TEMPERATURE],
-        .top_p = (float)use[TOP_P],
-        .min_p = (float)use[MIN_P],
-        .repeat_penalty = (float)use[PENALTY],
-        .top_k = (int)use[TOP_K],
-        .rng = o->seed > 0 ? (uint64_t)o->seed : time_seed(),
-        .isa = s->team.isa,
+    if (use.top_p < 0 || use.top_p > 1) use.top_p = 0.9; // this and the next line as llama2.c
+    if (use.temperature < 0) use.temperature = 0;
+    uint64_t seed = o->seed > 0 ? (uint64_t)o->seed : (time_seed() | 1) % (1ull << 53);
+    if (!o->quiet && use.temperature > 0) fprintf(stderr, "seed: %" PRIu64 "\n", seed);
+    return (Sampler){
+        .temperature = (float)use.temperature, .top_p = (float)use.top_p,
+        .min_p = (float)use.min_p, .repeat_penalty = (float)use.repeat_penalty,
+        .top_k = (int)use.top_k, .rng = seed, .isa = s->team.isa,
         .list = xalloc((size_t)s->model->config.vocab_size, sizeof(Candidate)),
     };
-    if (!sampler.rng) sampler.rng = 1;  // a state of 0 would stay 0
-    if (!o->quiet && sampler.temperature > 0)
-        fprintf(stderr, "seed: %" PRIu64 "\n", sampler.rng);
-    return sampler;
 }
 
-typedef struct {                        // tokens on their way to stdout
+// ---- generate and chat: a model that speaks
+typedef struct {
     const Options *o;
     const Model *m;
-    const Template *t;                  // of a chat, or NULL
+    Session *s;
+    Sampler sampler;
+    Stats stats;
+    Ids ids;                            // what the model has read and said
+    int64_t limit;                      // positions they may fill
+    Form form;                          // of a chat, else form.t is NULL
+    Conversation talk;                  // of a chat
+    // tokens on their way to stdout
     Stream stream;
     Str piece, reply;                   // reply: all that came, behind `seed` bytes of the prompt
     size_t seed, thought, said;         // thinking and answer that were given out, in bytes
-    bool answering;
+    bool answers;                       // thinking, if any was shown, is closed
     int prev;
 } Speaker;
 
-static Speaker speaker_new(const Options *o, const Model *m, const Template *t) {
-    Speaker s = {.o = o, .m = m, .t = t, .prev = NO_TOKEN};
-    s.stream.terminal = isatty(fileno(stdout));
+static Speaker speaker_new(const Options *o, const Model *m, int64_t positions, bool chat) {
+    Speaker s = {.o = o, .m = m, .limit = positions, .prev = NO_TOKEN};
+    s.s = start_session(o, m, positions, 1);
+    s.sampler = start_sampler(o, s.s, chat);
+    s.stream = (Stream){.stops = o->stops, .terminal = isatty(fileno(stdout))};
     return s;
 }
 
 static void speaker_put(Speaker *s, Span text) { put(stream_push(&s->stream, text)); }
 
-// From here on stop strings count: not in a prompt that is repeated, nor in thinking.
-static void speaker_stops(Speaker *s) {
-    s->stream.stops = s->o->stops, s->stream.n_stops = s->o->n_stops;
-}
-
-static Parts speaker_parts(const Speaker *s, bool end) {
-    return reply_parts(s->t, (Span){s->reply.p, s->reply.n}, s->seed, end);
-}
-
 // Gives out what is new in a chat's reply: thinking where it is to be shown, and the answer.
 static void speaker_reply(Speaker *s, bool end) {
-    Parts p = speaker_parts(s, end);
+    Parts p = reply_parts(s->form.t, str_span(&s->reply), s->seed, end);
     bool show = s->o->think != THINK_HIDE && s->o->think != THINK_OFF;
     if (show && p.thought.n > s->thought) {
         if (!s->thought) speaker_put(s, SPAN("<think>"));
@@ -5096,97 +5057,83 @@ static void speaker_reply(Speaker *s, bool end) {
         s->thought = p.thought.n;
     }
     if (!p.answer.p) return;
-    if (!s->said && s->thought) speaker_put(s, SPAN("</think>"));
-    speaker_stops(s);
-    Span news = span_from(p.answer, p.answer.p + s->said);
+    if (s->thought && !s->answers) speaker_put(s, SPAN("</think>"));
+    s->answers = true;
+    s->stream.n_stops = s->o->n_stops;  // in thinking they do not count
+    while (!show && p.thought.n && p.answer.n && is_blank(*p.answer.p))
+        p.answer.p++, p.answer.n--;     // between hidden thinking and the answer
+    speaker_put(s, span_from(p.answer, p.answer.p + s->said));
     s->said = p.answer.n;
-    while (p.thought.n > s->thought && !s->answering && news.n && is_blank(*news.p))
-        news.p++, news.n--;             // between hidden thinking and the answer
-    s->answering |= news.n > 0;
-    speaker_put(s, news);
 }
 
 static void speaker_say(Speaker *s, int id) {
     const Vocab *v = &s->m->vocab;
+    const Template *t = s->form.t;
     s->piece.n = 0;
     tok_piece(v, id, s->prev, &s->piece);
     s->prev = id;
-    if (s->t && !s->piece.n && id < v->size) { // a control token is part of marks or of nothing
+    if (!t) speaker_put(s, str_span(&s->piece));
+    if (!t) return;
+    if (!s->piece.n && id < v->size) {  // a control token is part of marks or of nothing
         str_add(&s->piece, tok_spelling(v, id).p, tok_spelling(v, id).n);
-        if (!strstr(think_mark(s->t, 0), s->piece.p) && !strstr(think_mark(s->t, 1), s->piece.p))
+        if (!strstr(think_mark(t, 0), s->piece.p) && !strstr(think_mark(t, 1), s->piece.p))
             s->piece.n = 0;
     }
-    Span piece = {s->piece.p, s->piece.n};
-    if (s->t) str_add(&s->reply, piece.p, piece.n), speaker_reply(s, false);
-    else speaker_put(s, piece);
-}
-
-static void speaker_end(Speaker *s) {
-    if (s->t) speaker_reply(s, true);
-    put(stream_flush(&s->stream));
-    put(SPAN("\n"));
-}
-
-static void speaker_free(Speaker *s) {
-    stream_free(&s->stream), str_free(&s->piece), str_free(&s->reply);
+    str_add(&s->reply, s->piece.p, s->piece.n);
+    speaker_reply(s, false);
 }
 
 // Samples and shows tokens until an end token, a stop string, Ctrl-C, or `limit` tokens in all;
 // counts and times what was read and made.
-static void speak(Session *s, Sampler *sampler, Speaker *speaker, Ids *ids, int64_t limit,
-                  Stats *stats) {
-    const Model *m = s->model;
-    int64_t fed = s->fed, before = (int64_t)ids->n;
+static void speak(Speaker *s) {
+    const Vocab *v = &s->m->vocab;
+    Ids *ids = &s->ids;
+    Stats *stats = &s->stats;
+    int64_t fed = s->s->fed, before = (int64_t)ids->n;
     double start = now();
-    float *logits = session_sync(s, ids->p, (int)ids->n, shows_progress(speaker->o));
-    stats->prompt += s->fed - fed, stats->prompt_s += now() - start, start = now();
+    float *logits = NULL;
+    if (before < s->limit) logits = session_sync(s->s, ids->p, (int)before, shows_progress(s->o));
+    stats->prompt += s->s->fed - fed, stats->prompt_s += now() - start, start = now();
     // ids that may be sampled: embedding rows beyond the tokenizer's entries mean nothing
-    int n = m->vocab.size ? MIN(m->vocab.size, m->config.vocab_size) : m->config.vocab_size;
-    while (logits && (int64_t)ids->n < limit && !interrupted && !speaker->stream.stopped) {
-        int next = sample(sampler, logits, n, ids->p, (int)ids->n);
+    int n = MIN(v->size ? v->size : INT_MAX, s->m->config.vocab_size);
+    while (logits && (int64_t)ids->n < s->limit && !interrupted && !s->stream.stopped) {
+        int next = sample(&s->sampler, logits, n, ids->p, (int)ids->n);
         // generate on a .bin ends at BOS alone, as llama2.c
-        if (speaker->t || m->gguf ? next < m->vocab.size && m->vocab.stop[next]
-                                  : next == m->vocab.bos)
-            break;
+        if (s->form.t || s->m->gguf ? next < v->size && v->stop[next] : next == v->bos) break;
         ids_add(ids, next);
-        speaker_say(speaker, next);
-        if ((int64_t)ids->n < limit && !speaker->stream.stopped)
-            logits = session_sync(s, ids->p, (int)ids->n, false);
+        speaker_say(s, next);
+        if ((int64_t)ids->n < s->limit && !s->stream.stopped)
+            logits = session_sync(s->s, ids->p, (int)ids->n, false);
     }
     stats->reply += (int64_t)ids->n - before, stats->reply_s += now() - start;
+    if (s->form.t) speaker_reply(s, true);
+    put(stream_flush(&s->stream));
+    put(SPAN("\n"));
 }
 
-// ---- generate
-static int cmd_generate(const Options *o, const Model *m) {
+static void cmd_generate(const Options *o, const Model *m) {
     Ids ids = input_ids(o, m);
     if (!ids.n) ids_add(&ids, m->vocab.bos >= 0 ? m->vocab.bos : MAX(m->vocab.eos, 0));
-    int64_t prompt = (int64_t)ids.n, steps = o->steps;
-    if (steps == UNSET) steps = prompt < DEFAULT_STEPS ? DEFAULT_STEPS : prompt + DEFAULT_STEPS;
-    int64_t context = context_size(o, m, steps <= 0 ? m->config.seq_len : steps);
-    bool cut = o->steps > 0 && prompt > o->steps; // only the user's own -n may cut a prompt
-    if (steps <= 0 || steps > context) steps = context;
-    if (prompt > context && (!cut || steps < o->steps))
+    int64_t prompt = (int64_t)ids.n, steps = INT_MAX; // as far as the context goes
+    if (isnan(o->steps)) steps = prompt < DEFAULT_STEPS ? DEFAULT_STEPS : prompt + DEFAULT_STEPS;
+    else if (o->steps > 0) steps = (int64_t)o->steps;
+    int64_t context = context_size(o, m, steps);
+    if (MIN(prompt, steps) > context)
         die("the prompt has %" PRId64 " tokens, the context %" PRId64
             " positions (-c N makes it larger)", prompt, context);
-    if (cut && !o->quiet)
-        warn_line("the prompt has %" PRId64 " tokens, -n is %" PRId64 ": nothing is generated",
-                  prompt, steps);
-    Session *s = cut ? NULL : start_session(o, m, MIN(context, MAX(steps, prompt)), 1);
-    Sampler sampler = {0};
-    if (s) sampler = start_sampler(o, s, false);
-    Speaker speaker = speaker_new(o, m, NULL);
+    bool cut = prompt > steps;          // only the user's own -n may cut a prompt
+    if (cut)
+        note(o, "the prompt has %zu tokens, -n is %.0f: nothing is generated", ids.n, o->steps);
+    steps = MIN(steps, context);
+    Speaker s = speaker_new(o, m, steps, false);
+    s.ids = ids, s.limit = cut ? 0 : steps + 1; // the last token is not read
     bool bos = ids.p[0] == m->vocab.bos; // it marks the beginning and is not shown
-    speaker.prev = o->no_echo ? ids.p[prompt - 1] : bos ? ids.p[0] : NO_TOKEN;
+    s.prev = o->no_echo ? ids.p[prompt - 1] : bos ? ids.p[0] : NO_TOKEN;
     for (int64_t i = bos; !o->no_echo && i < (cut ? steps + bos : prompt); i++)
-        speaker_say(&speaker, ids.p[i]);
-    speaker_stops(&speaker);
-    Stats stats = {0};
-    if (s) speak(s, &sampler, &speaker, &ids, steps + 1, &stats);
-    speaker_end(&speaker), speaker_free(&speaker);
-    if (!o->quiet && stats.reply) stats_print(&stats, m);
-    if (s) session_free(s);
-    free(sampler.list), free(ids.p);
-    return interrupted ? 130 : 0;
+        speaker_say(&s, ids.p[i]);
+    s.stream.n_stops = o->n_stops;      // in a prompt that is repeated they do not count
+    speak(&s);
+    if (!o->quiet && s.stats.reply) stats_print(&s.stats, m);
 }
 
 // ---- chat
@@ -5206,214 +5153,180 @@ static bool read_line(Str *line, bool terminal) {
 }
 
 static void show_prompt(const Vocab *v, const Ids *ids) { // what the model has been given so far
-    Str text = {0};
+    Str text = {0}, shown = {0};
     fprintf(stderr, "prompt ids:");
     for (size_t i = 0; i < ids->n; i++) fprintf(stderr, " %d", ids->p[i]);
     for (size_t i = 0; i < ids->n; i++) tok_name(v, ids->p[i], &text);
-    fprintf(stderr, "\n");
-    print_clean(stderr, &text);
-    fprintf(stderr, "\n");
-    str_free(&text);
+    add_shown(&shown, str_span(&text), false);
+    fprintf(stderr, "\n%s\n", shown.p);
+    str_free(&text), str_free(&shown);
 }
 
-typedef struct {
-    const Options *o;
-    const Model *m;
-    Form form;
-    Session *s;
-    Sampler sampler;
-    Conversation talk;
-    Ids ids;                            // of the prompt, then of the reply too
-    size_t seed;                        // bytes at the prompt's end that begin a mark of thinking
-    int limit;                          // positions the conversation may fill
-    Stats stats;
-} Chat;
-
 // The conversation without the `skip` messages that follow the system message, as ids.
-static size_t chat_ids(Chat *c, int skip) {
-    Rendering r = render(&c->form, &c->talk, skip);
-    c->ids.n = 0;
-    c->seed = span_overlap(span_trim((Span){r.text.p, r.text.n}), think_mark(c->form.t, 0));
-    tok_encode(c->form.v, (Span){r.text.p, r.text.n}, (const uint8_t *)r.typed.p, TOK_SPECIAL,
-               &c->ids);
+static size_t chat_ids(Speaker *s, int skip) {
+    Rendering r = render(&s->form, &s->talk, skip);
+    s->ids.n = 0;
+    s->seed = span_overlap(span_trim(str_span(&r.text)), think_mark(s->form.t, 0));
+    tok_encode(&s->m->vocab, str_span(&r.text), (const uint8_t *)r.typed.p, TOK_SPECIAL, &s->ids);
     rendering_free(&r);
-    return c->ids.n;
+    return s->ids.n;
 }
 
 // The conversation as ids. If it leaves no room for a reply the oldest turns are dropped, the
 // system message never, and the user is told. False if the last message alone is too long: it is
 // left out.
-static bool chat_prompt(Chat *c) {
-    int first = c->talk.n && c->talk.p[0].role == SYSTEM, skip = 0;
-    size_t room = (size_t)(c->limit - MIN(c->limit / 4, 64) - 1);
-    if (chat_ids(c, c->talk.n - first - 1) > room) {
-        if (!c->o->quiet)
-            warn_line("this message makes %zu tokens of %d: it is left out (-c N makes room)",
-                      c->ids.n, c->limit);
+static bool chat_prompt(Speaker *s) {
+    int first = s->talk.p[0].role == SYSTEM, last = s->talk.n - 1, skip = 0;
+    size_t room = (size_t)(s->limit - MIN(s->limit / 4, 64) - 1);
+    if (chat_ids(s, last - first) > room) {
+        note(s->o, "this message makes %zu tokens of %" PRId64 ": it is left out (-c N makes room)",
+             s->ids.n, s->limit);
+        messages_drop(&s->talk, last, 1);
         return false;
     }
-    while (chat_ids(c, skip) > room) skip += 2;
-    if (skip && !c->o->quiet)
-        warn_line("context full (%d positions): the oldest messages are forgotten", c->limit);
-    messages_drop(&c->talk, first, skip);
+    while (chat_ids(s, skip) > room) skip += 2;
+    if (skip)
+        note(s->o, "context full (%" PRId64 " positions): the oldest messages are forgotten",
+             s->limit);
+    messages_drop(&s->talk, first, skip);
     return true;
 }
 
 // What a reply is in the conversation: it ends before a stop string; where the marks of thinking
 // are control tokens, which are no text, the answer alone is kept.
 static Span chat_text(const Speaker *s) {
-    Parts p = speaker_parts(s, true);
-    Span whole = {s->reply.p, s->reply.n};
+    Span whole = str_span(&s->reply);
+    Parts p = reply_parts(s->form.t, whole, s->seed, true);
     const char *found;
     for (int i = 0; p.answer.p && i < s->o->n_stops; i++)
         if ((found = span_find(p.answer, s->o->stops[i].p)))
             p.answer.n = (size_t)(found - p.answer.p), whole.n = (size_t)(found - whole.p);
-    return s->t->think[0] || !p.thought.p ? p.answer : whole;
+    return s->form.t->think[0] || !p.thought.p ? p.answer : whole;
 }
 
-static void chat_reply(Chat *c) {
-    Speaker s = speaker_new(c->o, c->m, c->form.t);
-    str_add(&s.reply, think_mark(s.t, 0), s.seed = c->seed);
-    speak(c->s, &c->sampler, &s, &c->ids, c->limit, &c->stats);
-    speaker_end(&s);
-    if ((int64_t)c->ids.n == c->limit && !c->o->quiet)
-        warn_line("context full (%d positions): the reply ends here", c->limit);
-    if (interrupted && s.reply.n == s.seed) messages_drop(&c->talk, c->talk.n - 1, 1); // not asked
-    else message_add(&c->talk, REPLY, chat_text(&s));
-    speaker_free(&s);
+static void chat_reply(Speaker *s) {
+    stream_free(&s->stream);
+    s->stream = (Stream){.stops = s->o->stops, .terminal = s->stream.terminal};
+    s->reply.n = s->thought = s->said = 0, s->answers = false, s->prev = NO_TOKEN;
+    str_add(&s->reply, think_mark(s->form.t, 0), s->seed);
+    speak(s);
+    if ((int64_t)s->ids.n == s->limit)
+        note(s->o, "context full (%" PRId64 " positions): the reply ends here", s->limit);
+    if (interrupted && s->reply.n == s->seed) messages_drop(&s->talk, s->talk.n - 1, 1);
+    else message_add(&s->talk, REPLY, chat_text(s));
 }
 
-static int cmd_chat(const Options *o, const Model *m) {
-    Chat c = {.o = o, .m = m};
-    Str notes = {0}, line = {0};
-    c.form = form_find(m, o->template, o->think, o->date, &notes);
-    if (!o->quiet) warn_lines(&notes);
-    int64_t context = context_size(o, m, MAX(o->steps, 0));
-    c.limit = (int)MIN(o->steps > 0 ? MIN(o->steps, context) : context, MAX_POSITIONS);
-    c.s = start_session(o, m, c.limit, 1);
-    c.sampler = start_sampler(o, c.s, true);
-    if (o->system) message_add(&c.talk, SYSTEM, (Span){o->system, strlen(o->system)});
+static void cmd_chat(const Options *o, const Model *m) {
+    const Template *t = o->template ? template_named(o->template) : template_of(m, o->quiet);
+    if ((o->think == THINK_ON || o->think == THINK_OFF) && !(t->rules & (SWITCH_ON | SWITCH_OFF)))
+        note(o, "--think: the chat form `%s` has no switch for thinking", t->name);
+    int64_t context = context_size(o, m, (int64_t)MAX(o->steps, 0));
+    Speaker s = speaker_new(o, m, o->steps > 0 ? MIN((int64_t)o->steps, context) : context, true);
+    s.form = form_new(t, &m->vocab, m->chat_template, o->think, o->date);
+    if (o->system) message_add(&s.talk, SYSTEM, (Span){o->system, strlen(o->system)});
     bool terminal = isatty(fileno(stdin)), first = o->input || o->file;
+    Str line = {0};
     if (first) line = read_input(o);
     for (;; first = false) {
         if (!first && terminal) put(SPAN("User: "));
         if (!first && !read_line(&line, terminal)) break;
         interrupt_arm();
-        if (span_trim((Span){line.p, line.n}).n == 0) continue;
-        message_add(&c.talk, USER, (Span){line.p, line.n});
-        if (!chat_prompt(&c)) { messages_drop(&c.talk, c.talk.n - 1, 1); continue; }
-        if (o->show_prompt) show_prompt(&m->vocab, &c.ids);
+        if (span_trim(str_span(&line)).n == 0) continue;
+        message_add(&s.talk, USER, str_span(&line));
+        if (!chat_prompt(&s)) continue;
+        if (o->show_prompt) show_prompt(&m->vocab, &s.ids);
         if (terminal) put(SPAN("Assistant: "));
-        chat_reply(&c);
+        chat_reply(&s);
         if (interrupted) interrupt_arm();
     }
     if (terminal) put(SPAN("\n"));
-    if (!o->quiet && c.stats.reply) stats_print(&c.stats, m);
-    session_free(c.s), messages_drop(&c.talk, 0, c.talk.n), str_free(&c.form.preset);
-    free(c.talk.p), free(c.sampler.list), free(c.ids.p), str_free(&line), str_free(&notes);
-    return interrupted ? 130 : 0;
+    if (!o->quiet && s.stats.reply) stats_print(&s.stats, m);
 }
 
 // ---- tokenize
-static int cmd_tokenize(const Options *o, const Model *m) {
+static void cmd_tokenize(const Options *o, const Model *m) {
     Ids ids = input_ids(o, m);
     Str out = {0}, name = {0};
     for (size_t i = 0; i < ids.n; i++) {
-        str_printf(&out, o->pieces ? "%d " : i ? " %d" : "%d", ids.p[i]);
+        str_printf(&out, i && !o->pieces ? " %d" : "%d", ids.p[i]);
         if (!o->pieces) continue;
         name.n = 0;
         tok_name(&m->vocab, ids.p[i], &name);
-        add_escaped(&out, (Span){name.p, name.n});
-        str_add(&out, "\n", 1);
+        str_add(&out, " ", 1), add_shown(&out, str_span(&name), true), str_add(&out, "\n", 1);
     }
     if (!o->pieces) str_add(&out, "\n", 1);
-    print_clean(stdout, &out);
-    str_free(&out), str_free(&name), free(ids.p);
-    return 0;
+    put(str_span(&out));
 }
 
 // ---- score
-typedef struct { int64_t n; double sum, squares; } Score;
-
 // Negative log of the probability that logits (n) give to id; the logits are used up.
 static double score_nll(const VecOps *ops, float *logits, int n, int id) {
     float max = ops->row_max(logits, 0, n), chosen = logits[id];
-    double sum = (double)ops->exps(logits, 0, n, max);
-    double nll = log(sum) - ((double)chosen - (double)max);
+    double nll = log((double)ops->exps(logits, 0, n, max)) - ((double)chosen - (double)max);
     if (!isfinite(nll)) die_not_finite();
     return nll;
 }
 
-// Feeds ids (n) to an empty session; rows from < i count: row i predicts ids[i + 1].
-static void score_piece(Session *s, const int *ids, int n, int from, Score *t, FILE *dump) {
-    size_t vocab = (size_t)s->model->config.vocab_size;
-    s->n_tokens = 0;
-    for (int done = 0; done < n && !interrupted;) {
-        int step = MIN(s->logit_rows, n - done);
-        float *logits = session_feed(s, ids + done, step, WANT_ALL);
-        if (dump && fwrite(logits, sizeof *logits * vocab, (size_t)step, dump) != (size_t)step)
-            die("--logits: cannot write: %s", strerror(errno));
-        for (int i = MAX(from - done, 0); i < step && done + i + 1 < n; i++) {
-            double nll = score_nll(&vec_ops[s->team.isa], logits + (size_t)i * vocab, (int)vocab,
-                                   ids[done + i + 1]);
-            t->n++, t->sum += nll, t->squares += nll * nll;
-        }
-        done += step;
-    }
-}
-
-static int cmd_score(const Options *o, const Model *m) {
+// A text longer than the context is scored as llama.cpp's perplexity tool does: in pieces, BOS in
+// the place of the first of each, the second half of each counts.
+static void cmd_score(const Options *o, const Model *m) {
     Ids ids = input_ids(o, m);
-    if (ids.n < 2) die("score: the text has %zu tokens, at least 2 are needed", ids.n);
-    int64_t context = o->context != UNSET ? context_size(o, m, 0)
-                                          : MIN(SCORE_PIECE, m->config.seq_len);
-    bool pieces = (int64_t)ids.n > context;
+    int64_t n = (int64_t)ids.n, size = n, counted = 0;
+    int64_t context = o->context ? context_size(o, m, 0) : MIN(SCORE_PIECE, m->config.seq_len);
+    bool pieces = n > context, bos = m->vocab.add_bos && m->vocab.bos >= 0 && !o->no_bos && !o->ids;
+    if (n < 2) die("score: the text has %zu tokens, at least 2 are needed", ids.n);
     if (pieces && o->logits)
-        die("--logits: the text has %zu tokens, the context %" PRId64 " positions: use -c %zu",
-            ids.n, context, ids.n);
-    if (pieces && context < 4)
-        die("score: -c %" PRId64 ", expected 4 or more to cut a text in pieces", context);
+        die("--logits: the text has %zu tokens, the context %.0f positions: use -c %zu", ids.n,
+            (double)context, ids.n);
+    if (pieces && context < 4) die("score: a text in pieces needs -c 4 or more");
     FILE *dump = o->logits ? fopen(o->logits, "wb") : NULL;
     if (o->logits && !dump) die("%s: cannot open: %s", o->logits, strerror(errno));
     Session *s = start_session(o, m, context, 32);
-    Score t = {0};
-    if (!pieces) score_piece(s, ids.p, (int)ids.n, 0, &t, dump);
-    for (size_t at = 0; pieces && at + (size_t)context <= ids.n && !interrupted;
-         at += (size_t)context) {
-        // as llama.cpp's perplexity tool: BOS in the place of the first, the second half counts
-        if (m->vocab.add_bos && m->vocab.bos >= 0 && !o->no_bos && !o->ids)
-            ids.p[at] = m->vocab.bos;
-        score_piece(s, ids.p + at, (int)context, (int)(context / 2), &t, NULL);
-        if (shows_progress(o))
-            fprintf(stderr, "\r%zu of %zu tokens, perplexity %.4f", at + (size_t)context, ids.n,
-                    exp(t.sum / (double)MAX(t.n, 1)));
+    int vocab = m->config.vocab_size, row = 0;
+    double sum = 0, squares = 0;
+    if (pieces) size = context;
+    for (int64_t at = 0; at + size <= n && !interrupted; at += row) {
+        if (pieces && bos) ids.p[at] = m->vocab.bos;
+        s->n_tokens = 0;
+        for (row = 0; row < size && !interrupted;) { // row i of a piece predicts its id i + 1
+            int rows = (int)MIN(s->logit_rows, size - row);
+            float *logits = session_feed(s, ids.p + at + row, rows, WANT_ALL);
+            size_t bytes = (size_t)vocab * sizeof *logits;
+            if (dump && fwrite(logits, bytes, (size_t)rows, dump) != (size_t)rows)
+                die("%s: cannot write: %s", o->logits, strerror(errno));
+            for (int end = row + rows; row < end; row++, logits += vocab) {
+                if (row + 1 >= size || (pieces && row < size / 2)) continue;
+                double nll = score_nll(&vec_ops[s->team.isa], logits, vocab, ids.p[at + row + 1]);
+                counted++, sum += nll, squares += nll * nll;
+            }
+        }
+        if (pieces && shows_progress(o))
+            fprintf(stderr, "\r%.0f of %zu tokens, perplexity %.4f", (double)(at + row), ids.n,
+                    exp(sum / (double)MAX(counted, 1)));
     }
     if (pieces && shows_progress(o)) fprintf(stderr, "\n");
     if (dump && fclose(dump)) die("%s: cannot write: %s", o->logits, strerror(errno));
-    double nll = t.sum / (double)t.n, variance = MAX(t.squares / (double)t.n - nll * nll, 0);
-    double error = t.n > 1 ? exp(nll) * sqrt(variance / (double)(t.n - 1)) : 0;
+    double nll = sum / (double)counted, variance = MAX(squares / (double)counted - nll * nll, 0);
+    double error = counted > 1 ? exp(nll) * sqrt(variance / (double)(counted - 1)) : 0;
     if (!interrupted)
-        fprintf(stdout, "tokens %" PRId64 " nll %.5f ppl %.5f error %.5f\n", t.n, nll, exp(nll),
+        fprintf(stdout, "tokens %" PRId64 " nll %.5f ppl %.5f error %.5f\n", counted, nll, exp(nll),
                 error);
-    session_free(s), free(ids.p);
-    return interrupted ? 130 : 0;
 }
 
 // ---- bench
-static int cmd_bench(const Options *o, const Model *m) {
+static void cmd_bench(const Options *o, const Model *m) {
     static const struct { const char *phase; int tokens, depth; } phases[] = {
         {"prefill", 512, 0}, {"decode", 64, 0}, {"decode", 64, 512}, {"decode", 64, 4096}};
-    int64_t most = MIN(m->config.seq_len, 4096 + 64);
-    int64_t room = o->context != UNSET ? context_size(o, m, 0) : most;
+    int room = o->context ? (int)context_size(o, m, 0) : MIN(m->config.seq_len, 4096 + 64);
     Session *s = start_session(o, m, room, 1);
     uint64_t rng = 42;
     int *ids = xalloc((size_t)room, sizeof *ids);
-    for (int64_t i = 0; i < room; i++)
+    for (int i = 0; i < room; i++)
         ids[i] = (int)(rng_next(&rng) % (uint32_t)m->config.vocab_size);
-    session_sync(s, ids, (int)MIN(8, room), false); // first touch of the weights is not timed
+    session_sync(s, ids, MIN(8, room), false); // first touch of the weights is not timed
     put(SPAN("phase,tokens,depth,threads,tokens_per_s,gb_per_s\n"));
-    for (int i = 0; i < COUNT(phases) && phases[i].depth < room && !interrupted; i++) {
-        int depth = phases[i].depth, n = (int)MIN(phases[i].tokens, room - depth);
+    for (int i = 0; i < COUNT(phases) && phases[i].depth < room; i++) {
+        int depth = phases[i].depth, n = MIN(phases[i].tokens, room - depth);
         int step = i ? 1 : s->chunk, passes = (n + step - 1) / step;
         s->n_tokens = MIN(s->n_tokens, depth);
         if (depth) session_sync(s, ids, depth, false);
@@ -5428,293 +5341,194 @@ static int cmd_bench(const Options *o, const Model *m) {
                 rate(n, seconds), rate(bytes, seconds) / 1e9);
         out_flush();
     }
-    session_free(s), free(ids);
-    return interrupted ? 130 : 0;
 }
 
 // ---- info: what is in the file, one `key: value` a line, as far as it says so
 static void info_text(Str *out, const char *key, Span value) { // no value can forge a line
     str_printf(out, "%s: ", key);
-    add_escaped(out, value);
+    add_shown(out, value, true);
     str_add(out, "\n", 1);
 }
 
-enum { SIZE_LAYERS, SIZE_WIDTH, SIZE_HIDDEN, SIZE_HEADS, SIZE_KV_HEADS, SIZE_HEAD, SIZE_CONTEXT,
-       N_SIZES };
-static const struct { const char *name, *key; } info_sizes[N_SIZES] = {
-    {"layers", ".block_count"}, {"width", ".embedding_length"}, {"hidden", ".feed_forward_length"},
-    {"heads", ".attention.head_count"}, {"kv_heads", ".attention.head_count_kv"},
-    {"head_size", ".attention.key_length"}, {"context", ".context_length"},
-};
-
-static void info_bin(const Model *m, Str *out, int64_t *size) {
+static bool info_types(const Model *m, Str *out) { // is the cache f16 by default?
+    const Gguf *g = m->gguf;
     const Config *c = &m->config;
-    const int64_t known[N_SIZES] = {c->n_layers, c->dim, c->hidden_dim, c->n_heads, c->n_kv_heads,
-                                    c->head_size, c->seq_len};
-    memcpy(size, known, sizeof known);
-    int64_t kv = (int64_t)c->n_kv_heads * c->head_size;
-    int64_t layer = (int64_t)c->dim * (2 + 2LL * c->dim + 2 * kv + 3LL * c->hidden_dim);
-    str_printf(out, "parameters: %" PRId64 "\ntypes: %s\n",
-               c->n_layers * layer + c->dim + (int64_t)c->dim * c->vocab_size * (m->tied ? 1 : 2),
-               m->version == 2 ? "int8" : "f32");
-}
-
-static bool info_gguf(const Gguf *g, Str *out, int64_t *size) { // is its cache f16 by default?
     int64_t count[COUNT(formats) + 1] = {0}, parameters = 0;
-    bool half = false, untied = map_find(&g->name_map, g->names, SPAN("output.weight")) >= 0;
-    for (int i = 0; i < g->n_tensors; i++) {
+    bool half = m->version == 2;        // of a .bin
+    if (!g) {
+        int64_t kv = (int64_t)c->n_kv_heads * c->head_size;
+        int64_t layer = (int64_t)c->dim * (2 + 2LL * c->dim + 2 * kv + 3LL * c->hidden_dim);
+        parameters = c->n_layers * layer + c->dim
+                     + (int64_t)c->dim * c->vocab_size * (m->tied ? 1 : 2);
+    }
+    bool untied = g && map_find(&g->name_map, g->names, SPAN("output.weight")) >= 0;
+    for (int i = 0; g && i < g->n_tensors; i++) {
         const GgufTensor *t = &g->tensors[i];
         const Format *f = gguf_format(t->type);
         count[f ? f - formats : COUNT(formats)]++;
         half |= t->type != TYPE_F32 && !(untied && span_is(g->names[i], "token_embd.weight"));
         parameters += (int64_t)(t->dims[0] * t->dims[1] * t->dims[2] * t->dims[3]);
     }
-    str_printf(out, "parameters: %" PRId64 "\ntypes:", parameters);
+    str_printf(out, "parameters: %" PRId64 "\ntypes:%s", parameters,
+               g ? "" : half ? " int8" : " f32");
     for (int i = 0; i < COUNT(count); i++)
         if (count[i])
             str_printf(out, " %s %" PRId64, i < COUNT(formats) ? formats[i].name : "unknown",
                        count[i]);
     str_printf(out, "\n");
-    for (int k = 0; k < N_SIZES; k++) { // of several, one a layer, the largest
-        const GgufValue *v = gguf_find(g, info_sizes[k].key);
-        int64_t n;
-        if (!v && k == SIZE_KV_HEADS) size[k] = size[SIZE_HEADS];
-        if (!v && k == SIZE_HEAD) size[k] = size[SIZE_WIDTH] / MAX(size[SIZE_HEADS], 1);
-        for (uint64_t i = 0; v && i < v->count && gguf_element(g, v, i, &n); i++)
-            size[k] = i ? MAX(size[k], n) : n;
-    }
     return half;
 }
 
-static int cmd_info(const Options *o, const Model *m) {
+enum { I_LAYERS, I_WIDTH, I_HIDDEN, I_HEADS, I_KV_HEADS, I_HEAD_SIZE, I_CONTEXT, N_SIZES };
+static const struct { const char *name, *key; } info_sizes[N_SIZES] = {
+    {"layers", ".block_count"}, {"width", ".embedding_length"}, {"hidden", ".feed_forward_length"},
+    {"heads", ".attention.head_count"}, {"kv_heads", ".attention.head_count_kv"},
+    {"head_size", ".attention.key_length"}, {"context", ".context_length"},
+};
+
+static void cmd_info(const Options *o, const Model *m) {
     (void)o;
-    Str out = {0}, stops = {0};
+    Str out = {0}, stops = {0}, stated = {0};
     const Gguf *g = m->gguf;
     const Vocab *v = &m->vocab;
-    int64_t size[N_SIZES] = {0};
-    bool half = m->version == 2;        // of a .bin
+    const Config *c = &m->config;
+    int64_t n, size[N_SIZES] = {c->n_layers, c->dim, c->hidden_dim, c->n_heads, c->n_kv_heads,
+                                c->head_size, c->seq_len}; // of a .bin
     str_printf(&out, "format: %s %d\n", g ? "GGUF" : ".bin version", m->version);
     info_text(&out, "family", g ? gguf_string(g, "general.architecture") : SPAN("llama"));
-    info_text(&out, "name", g ? gguf_string(g, "general.name") : (Span){"", 0});
+    info_text(&out, "name", g ? gguf_string(g, "general.name") : SPAN(""));
     str_printf(&out, "file_bytes: %zu\n", m->file.size);
-    if (g) half = info_gguf(g, &out, size);
-    else info_bin(m, &out, size);
-    for (int i = 0; i < N_SIZES && size[SIZE_WIDTH]; i++) // else a vocabulary alone
-        str_printf(&out, "%s: %" PRId64 "\n", info_sizes[i].name, size[i]);
-    if (size[SIZE_WIDTH])
-        str_printf(&out, "cache_bytes_per_token: %.0f\n",
-                   (half ? 4.0 : 8.0) * (double)size[SIZE_LAYERS] * (double)size[SIZE_KV_HEADS]
-                       * (double)size[SIZE_HEAD]);
+    int bytes = info_types(m, &out) ? 2 : 4;
+    for (int k = 0; g && k < N_SIZES; k++) { // of several, one a layer, the largest
+        const GgufValue *value = gguf_find(g, info_sizes[k].key);
+        if (!value && k == I_KV_HEADS) size[k] = size[I_HEADS];
+        if (!value && k == I_HEAD_SIZE) size[k] = size[I_WIDTH] / MAX(size[I_HEADS], 1);
+        for (uint64_t i = 0; value && i < value->count && gguf_element(g, value, i, &n); i++)
+            size[k] = MAX(size[k], n);
+    }
+    for (int k = 0; size[I_WIDTH] && k < N_SIZES; k++) // else a vocabulary alone
+        str_printf(&out, "%s: %" PRId64 "\n", info_sizes[k].name, size[k]);
+    if (size[I_WIDTH])
+        str_printf(&out, "cache_bytes_per_token: %.0f\n", 2.0 * bytes * (double)size[I_LAYERS]
+                   * (double)size[I_KV_HEADS] * (double)size[I_HEAD_SIZE]);
     for (int i = 0; i < v->size; i++)
         if (v->stop[i]) str_printf(&stops, stops.n ? " %d " : "%d ", i), tok_name(v, i, &stops);
     if (!g) str_printf(&out, "vocabulary: %d\nbos: 1\nstops: 1 <s>\n", m->config.vocab_size);
     else if (v->size) {
         const char *added = v->add_bos ? "" : " (not added)";
         str_printf(&out, "vocabulary: %d\nbos: %d%s\n", v->size, v->bos, added);
-        info_text(&out, "stops", (Span){stops.p, stops.n});
+        info_text(&out, "stops", str_span(&stops));
     }
     const Template *t = g ? template_find(m->chat_template) : template_named("llama2");
     str_printf(&out, "template: %s\n", t ? t->name : m->chat_template.n ? "unknown" : "none");
-    info_text(&out, "pre", g ? gguf_string(g, "tokenizer.ggml.pre") : (Span){"", 0});
-    str_printf(&out, "sampling:");
-    size_t none = out.n;
-    for (int i = 0; i < N_SAMPLING; i++)
-        if (!isnan(sampling_stated(g, i)))
-            str_printf(&out, " %s %g", sampling[i].key, sampling_stated(g, i));
-    str_printf(&out, out.n == none ? " none stated\n"
-                                   : " (in a chat where no sampling option is given)\n");
-    print_clean(stdout, &out);
-    str_free(&out), str_free(&stops);
-    return 0;
+    info_text(&out, "pre", g ? gguf_string(g, "tokenizer.ggml.pre") : SPAN(""));
+    for (int i = 0; i < COUNT(opts); i++)
+        if (!isnan(sampling_stated(g, &opts[i])))
+            str_printf(&stated, " %s %g", opts[i].key, sampling_stated(g, &opts[i]));
+    if (stated.n) str_printf(&stated, " (in a chat where no sampling option is given)");
+    str_printf(&out, "sampling:%s\n", stated.n ? stated.p : " none stated");
+    put(str_span(&out));
 }
 /* ------------------------------------------------------------------------------------------------
  * Chapter 14. Command line and main
  *
- * The table of options is the parser and the help text. llama2.c's letters keep their meaning; what
- * is new has a long name. Numbers are read whole, an unknown option is named, and wrong usage ends
- * with status 2.
+ * llama2.c's letters keep their meaning; what is new has a long name. Numbers are read whole, an
+ * unknown option is named, and wrong usage ends with status 2.
  */
-enum { OPT_FLAG, OPT_INT, OPT_COUNT, OPT_FLOAT, OPT_TEXT, OPT_TEXTS, OPT_WORD };
-
-/* To add an option: a field in Options (chapter 13), a row here, its use. To add a mode: a cmd_
- * function in chapter 13 and a row in modes[]. */
-typedef struct {
-    char letter;                        // 0: long name only
-    const char *name;
-    int kind;                           // OPT_COUNT: a whole number kept as a double
-    size_t at;                          // place in Options
-    const char *arg, *help;             // OPT_WORD: arg lists the words, kept as 1, 2, ...
-} Opt;
-
-#define AT(field) offsetof(Options, field)
-#define DRAW(i) (AT(sampling) + (size_t)(i) * sizeof(double))
-static const Opt opts[] = {
-    {'m', "mode", OPT_TEXT, AT(mode), "MODE", "generate, chat, tokenize, score, bench, info"},
-    {'i', "input", OPT_TEXT, AT(input), "TEXT", "prompt, first message, text to tokenize or score"},
-    {'f', "file", OPT_TEXT, AT(file), "FILE", "the same from a file, - is stdin"},
-    {'e', "escapes", OPT_FLAG, AT(escapes), NULL, "in -i, \\n, \\t, \\xHH ... are C's escapes"},
-    {'n', "steps", OPT_INT, AT(steps), "N", "positions with the prompt (256; 0, chat: context)"},
-    {'t', "temperature", OPT_FLOAT, DRAW(TEMPERATURE), "X", "0 is greedy; default 1.0"},
-    {'p', "top-p", OPT_FLOAT, DRAW(TOP_P), "X", "the likeliest up to a sum of X (0.9; 0, 1: off)"},
-    {0, "top-k", OPT_COUNT, DRAW(TOP_K), "N", "keep the N likeliest; 0 here, below: off"},
-    {0, "min-p", OPT_FLOAT, DRAW(MIN_P), "X", "keep what has X of the best's probability"},
-    {0, "repeat-penalty", OPT_FLOAT, DRAW(PENALTY), "X", "weaken the last 64 tokens"},
-    {'s', "seed", OPT_INT, AT(seed), "N", "of the random numbers; 0 or less: from the clock"},
-    {'y', "system", OPT_TEXT, AT(system), "TEXT", "system message of a chat; \"\" is an empty one"},
-    {0, "template", OPT_TEXT, AT(template), "NAME", "force a chat form; `list` lists them"},
-    {0, "think", OPT_WORD, AT(think), "on|off|hide", "let a chat's model think, or think unseen"},
-    {0, "date", OPT_TEXT, AT(date), "YYYY-MM-DD", "the date that a chat form tells the model"},
-    {0, "show-prompt", OPT_FLAG, AT(show_prompt), NULL, "print to stderr what the model is given"},
-    {0, "stop", OPT_TEXTS, AT(stops), "TEXT", "end a reply before this text; several may be given"},
-    {0, "no-echo", OPT_FLAG, AT(no_echo), NULL, "do not repeat the prompt"},
-    {'z', "tokenizer", OPT_TEXT, AT(tokenizer), "FILE", "vocabulary of a .bin (if not beside it)"},
-    {0, "ids", OPT_FLAG, AT(ids), NULL, "the input is token ids; nothing is added to them"},
-    {0, "no-bos", OPT_FLAG, AT(no_bos), NULL, "no BOS before the text"},
-    {0, "special", OPT_FLAG, AT(special), NULL, "control tokens written in the text count"},
-    {0, "pieces", OPT_FLAG, AT(pieces), NULL, "tokenize: one line a token, id and piece"},
-    {0, "logits", OPT_TEXT, AT(logits), "FILE", "score: write every position's logits, float32"},
-    {'c', "context", OPT_INT, AT(context), "N", "positions of the cache (the file's, up to 4096)"},
-    {0, "kv", OPT_WORD, AT(kv), "f32|f16", "the cache's type (f32 where the weights are f32)"},
-    {0, "threads", OPT_INT, AT(threads), "N", "default: one a core"},
-    {0, "chunk", OPT_INT, AT(chunk), "N", "rows of a prompt read in one pass (128)"},
-    {'q', "quiet", OPT_FLAG, AT(quiet), NULL, "nothing on stderr but errors"},
-    {'h', "help", OPT_FLAG, AT(help), NULL, "this text"},
-    {0, "version", OPT_FLAG, AT(version), NULL, "the version"},
-};
-
-static const struct {
-    const char *name;
-    int (*run)(const Options *, const Model *);
-    int need;
-} modes[] = {
-    {"generate", cmd_generate, NEED_VOCAB | NEED_WEIGHTS},
-    {"chat", cmd_chat, NEED_VOCAB | NEED_WEIGHTS},
-    {"tokenize", cmd_tokenize, NEED_VOCAB},
-    {"score", cmd_score, NEED_VOCAB | NEED_WEIGHTS},
-    {"bench", cmd_bench, NEED_WEIGHTS},
-    {"info", cmd_info, 0},
+// To add a mode: a cmd_ function in chapter 13, a row here, its name in the row of --mode.
+static const struct { void (*run)(const Options *, const Model *); int need; } modes[] = {
+    {NULL, 0},
+    {cmd_generate, NEED_VOCAB | NEED_WEIGHTS},
+    {cmd_chat, NEED_VOCAB | NEED_WEIGHTS},
+    {cmd_tokenize, NEED_VOCAB},
+    {cmd_score, NEED_VOCAB | NEED_WEIGHTS},
+    {cmd_bench, NEED_WEIGHTS},
+    {cmd_info, 0},
 };
 
 static void usage(FILE *f) {
     fprintf(f, "usage: run MODEL [options]\nMODEL is a GGUF file or a .bin of llama2.c.\n"
                "example: run models/story.gguf -i \"Once upon a time\" -t 0.8\n\n");
     for (int i = 0; i < COUNT(opts); i++) {
-        char left[64];
-        snprintf(left, sizeof left, "%c%c%s--%s%s%s", opts[i].letter ? '-' : ' ',
-                 opts[i].letter ? opts[i].letter : ' ', opts[i].letter ? ", " : "  ", opts[i].name,
-                 opts[i].arg ? " " : "", opts[i].arg ? opts[i].arg : "");
-        fprintf(f, "  %-26s %s\n", left, opts[i].help);
+        char letter[] = {'-', opts[i].letter, ',', 0}, left[80];
+        snprintf(left, sizeof left, "%3s --%s %s", opts[i].letter ? letter : "", opts[i].name,
+                 opts[i].arg);
+        fprintf(f, "  %-26s %s", left, opts[i].help);
+        if (opts[i].usual > 0) fprintf(f, "; default %g", opts[i].usual);
+        fprintf(f, "\n");
     }
 }
 
 #define die_usage(...) (say("error: ", __VA_ARGS__), exit(2))
 
-// The word's place in a list of words between bars, from 1 on; 0 if it is none of them.
-static int word_index(const char *list, const char *word) {
-    for (int i = 1;; i++) {
-        size_t n = strcspn(list, "|");
-        if (span_is((Span){list, n}, word)) return i;
-        if (!list[n]) return 0;
-        list += n + 1;
-    }
-}
-
 static void opt_set(Options *o, const Opt *opt, const char *value) {
-    char *field = (char *)o + opt->at, *end = NULL;
-    int64_t whole = 0;
-    errno = 0;
-    if (opt->kind == OPT_INT || opt->kind == OPT_COUNT) {
-        whole = strtoll(value, &end, 10);
-        if (end == value || *end || errno)
-            die_usage("--%s: `%s` is not a whole number", opt->name, value);
-    }
-    if (opt->kind == OPT_FLAG) *(bool *)field = true;
-    else if (opt->kind == OPT_INT) *(int64_t *)field = whole;
-    else if (opt->kind == OPT_COUNT) *(double *)field = (double)MAX(whole, 0);
-    else if (opt->kind == OPT_TEXT) *(const char **)field = value;
-    else if (opt->kind == OPT_TEXTS) o->stops[o->n_stops++] = (Span){value, strlen(value)};
-    else if (opt->kind == OPT_WORD) {
-        *(int *)field = word_index(opt->arg, value);
-        if (!*(int *)field) die_usage("--%s: `%s`, expected %s", opt->name, value, opt->arg);
+    void *field = (char *)o + opt->at;
+    if (opt->kind == FLAG) *(bool *)field = true;
+    else if (opt->kind == TEXT) *(const char **)field = value;
+    else if (opt->kind == TEXTS) o->stops[o->n_stops++] = (Span){value, strlen(value)};
+    else if (opt->kind == WORD) {
+        const char *word = opt->arg;
+        int place = 1;
+        for (; !span_is((Span){word, strcspn(word, "|")}, value); word++, place++)
+            if (!*(word += strcspn(word, "|")))
+                die_usage("--%s: `%s`, expected %s", opt->name, value, opt->arg);
+        *(int *)field = place;
     } else {
-        *(double *)field = strtod(value, &end);
-        if (end == value || *end || !isfinite(*(double *)field))
-            die_usage("--%s: `%s` is not a number", opt->name, value);
+        char *end;
+        double x = strtod(value, &end);
+        bool whole = opt->kind == WHOLE;
+        if (end == value || *end || !isfinite(x) || (whole && x != floor(x)))
+            die_usage("--%s: `%s` is not a %snumber", opt->name, value, whole ? "whole " : "");
+        if (x < opt->low || x > opt->high)
+            die_usage("--%s: %g, expected %g to %g", opt->name, x, opt->low, opt->high);
+        *(double *)field = x;
+        o->samples |= opt->key != NULL;
     }
 }
 
-static void opts_parse(Options *o, int argc, char **argv) {
+static Options opts_parse(int argc, char **argv) {
+    Options o = {.mode = 1, .stops = xalloc((size_t)argc, sizeof(Span))};
+    for (int k = 0; k < COUNT(opts); k++)
+        if (opts[k].kind >= WHOLE) *(double *)((char *)&o + opts[k].at) = opts[k].usual;
     for (int i = 1; i < argc; i++) {
         const char *a = argv[i];
         const Opt *opt = NULL;
-        if (a[0] != '-' || !a[1]) {
-            if (o->model)
-                die_usage("`%s`: one model file at a time (an option's value without its option?)",
-                          a);
-            o->model = a;
-            continue;
-        }
-        for (int k = 0; k < COUNT(opts) && !opt; k++)
+        bool named = a[0] == '-' && a[1];
+        for (int k = 0; named && !opt && k < COUNT(opts); k++)
             if (a[1] == '-' ? !strcmp(a + 2, opts[k].name) : a[1] == opts[k].letter && !a[2])
                 opt = &opts[k];
-        if (!opt) die_usage("unknown option `%s` (--help lists them)", a);
-        if (opt->kind != OPT_FLAG && ++i == argc) die_usage("option `%s` needs a value", a);
-        opt_set(o, opt, argv[i]);
+        if (named && !opt) die_usage("unknown option `%s` (--help lists them)", a);
+        if (!named && o.model)
+            die_usage("`%s`: one model file at a time (an option's value without its option?)", a);
+        if (!named) o.model = a;
+        else if (opt->kind != FLAG && ++i == argc) die_usage("option `%s` needs a value", a);
+        else opt_set(&o, opt, argv[i]);
     }
-}
-
-// What can be wrong with values that are numbers and words.
-static void opts_check(Options *o) {
-    struct tm date;
     Str names = {0};
     for (int i = 0; i < COUNT(templates); i++) str_printf(&names, " %s", templates[i].name);
-    if (o->template && !template_named(o->template))
-        die_usage("--template: `%s`, expected one of%s", o->template, names.p);
-    str_free(&names);
-    if (o->date && !date_parse(o->date, &date))
-        die_usage("--date: `%s`, expected a day as YYYY-MM-DD", o->date);
-    if (o->context != UNSET && o->context < 1)
-        die_usage("--context: %" PRId64 ", expected 1 or more", o->context);
-    if (o->input && o->file) die_usage("both -i and -f are given: one input at a time");
-    double *temperature = &o->sampling[TEMPERATURE], *top_p = &o->sampling[TOP_P];
-    if (*temperature < 0) *temperature = 0;
-    if (*top_p < 0 || *top_p > 1) *top_p = sampling[TOP_P].usual; // as llama2.c
-    for (int k = 0; k < COUNT(opts); k++) // the options of sampling by their place
-        for (int i = 0; i < N_SAMPLING; i++)
-            if (opts[k].at == DRAW(i) && !isnan(o->sampling[i])
-                && !sampling_fits(i, o->sampling[i]))
-                die_usage("--%s: %g, expected 0%s to %g", opts[k].name, o->sampling[i],
-                          i == PENALTY ? ", or 0.01" : "", sampling[i].most);
+    if (o.template && !template_named(o.template))
+        die_usage("--template: `%s`, expected one of%s", o.template, names.p);
+    if (o.date && !date_parse(o.date, &(struct tm){0}))
+        die_usage("--date: `%s`, expected a day as YYYY-MM-DD", o.date);
+    if (o.input && o.file) die_usage("both -i and -f are given: one input at a time");
+    return o;
 }
 
 static int run(int argc, char **argv) {
-    Options o = {
-        .mode = "generate",
-        .sampling = {NAN, NAN, NAN, NAN, NAN},
-        .steps = UNSET, .threads = UNSET, .chunk = UNSET, .context = UNSET,
-        .stops = xalloc((size_t)argc, sizeof(Span)),
-    };
-    opts_parse(&o, argc, argv);
-    int mode = 0;
-    while (mode < COUNT(modes) && strcmp(o.mode, modes[mode].name)) mode++;
-    if (o.help) usage(stdout);
-    else if (o.version) fprintf(stdout, "run.c %s\n", VERSION);
-    else if (!o.model) usage(stderr);
+    Options o = opts_parse(argc, argv);
+    if (o.version) fprintf(stdout, "run.c %s\n", VERSION);
+    else if (o.help || !o.model) usage(o.help ? stdout : stderr);
     out_flush();
-    if (o.help || o.version || !o.model) return o.help || o.version ? 0 : 2;
-    if (mode == COUNT(modes))
-        die_usage("--mode: `%s`, expected generate, chat, tokenize, score, bench or info", o.mode);
-    opts_check(&o);
+    if (o.version || o.help || !o.model) return o.version || o.help ? 0 : 2;
     signal(SIGPIPE, SIG_IGN);
     interrupt_arm();
     Model m = {0};
-    model_open(&m, file_map(o.model), o.tokenizer, modes[mode].need);
-    if (o.tokenizer && m.gguf && !o.quiet) warn_line("-z: a GGUF brings its own vocabulary");
+    model_open(&m, file_map(o.model), o.tokenizer, modes[o.mode].need);
+    if (o.tokenizer && m.gguf) note(&o, "-z: a GGUF brings its own vocabulary");
     if (!o.quiet) warn_lines(&m.warnings);
-    int status = modes[mode].run(&o, &m);
+    modes[o.mode].run(&o, &m);
     out_flush();
-    model_close(&m), free(o.stops);
-    return status;
+    return interrupted ? 130 : 0;
 }
 
 #ifndef TESTING

@@ -56,7 +56,7 @@ TELLING = ["<|im_start|>", "Reasoning Mode: ", "Today Date: ", "enable_thinking 
            "Cutting Knowledge Date", "<start_of_turn>", "<|assistant|>", "<|end|>", "<|user|>", "<｜User｜>", "if not thinking",
            "<｜Assistant｜><think>\\n", "split('</think>')", "'Assistant: ' + message['content'] + eos_token", "<|start_of_role|>",
            "April 2024. Today's Date: ", "if ns.system_message", "<|start|>", "<|channel|>"]
-STATED = [r"<\|im_start\|>system(?:\\n|\n)[^'\"<]+<\|im_end\|>(?:\\n|\n)", r"default_system_message = '(?:[^'\\]|\\.)*' %}",
+STATED = [r'Hugging Face\. Your [^"]*"', r"<\|im_start\|>system(?:\\n|\n)[^'\"<]+<\|im_end\|>(?:\\n|\n)", r"default_system_message = '(?:[^'\\]|\\.)*' %}",
           r'default_system_message = "(?:[^"\\]|\\.)*" \+ today \+ "(?:[^"\\]|\\.)*" %}']
 
 SYSTEMS = [None, "", "Be brief.", "  You are a\nlighthouse.  \n"]
