@@ -164,7 +164,8 @@ def reference(name, encode, special=(), composes=False, spm=False, plain=False, 
         lines += [("s", text, encode(text, True)), (flag(text, composes, spm), text, encode(text, False))]
     if plain:
         lines = [x for x in lines if "▁" not in x[1]]
-    write_ids(name, lines + [("r", t, []) for t in broken() if bytes_too])
+    whole = [t for t in broken() if bytes_too and not (composes and nfc(t.decode(errors="replace")) != t.decode(errors="replace"))]
+    write_ids(name, lines + [("r", t, []) for t in whole])
 
 
 def of_library(path):
@@ -237,7 +238,7 @@ def pretokenisers():
             ids = tok.encode(t, add_special_tokens=False).ids
             small.append(" ".join(["bpe", name, flag(t, composes, False), t.encode().hex(), *map(str, ids)]) + "\n")
         # digits before a letter are no group for tiny_aya; run.c makes them one, which shows after two spaces
-        tiny = re.compile(r"\s\s\d{4,}\w" if name == "tiny_aya" else "$^")
+        tiny = re.compile(r"\s\s\d+[^\W\d]" if name == "tiny_aya" else "$^")
         write_ids(f"pre-{name}", [(flag(t, composes, False), t, tok.encode(t, add_special_tokens=False).ids)
                                   for t in texts() if not (composes and odd_marks(t)) and not tiny.search(t)])
     (HERE / "pretok.txt").write_text("".join(small))
