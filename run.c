@@ -2016,7 +2016,8 @@ typedef struct {
     bool glue[256];          // SPM: bytes that stand before a space within some token
     const struct Pretok *pre; // BPE: how texts are cut into words, chapter 7
     struct Unicode *uni;     // for `pre`
-    uint8_t longest[256];    // special tokens (control, unknown, user-defined) by first byte: bytes
+    uint8_t *longest;        // [65536] special tokens (control, unknown, user-defined) by first two
+                             // bytes: the longest's length; those of 256 bytes are never found
     int bos, eos, unk;       // or NO_TOKEN
     bool add_bos, add_eos, space_prefix;
     bool strip_after;        // Phi-3: white space after special tokens is dropped
@@ -3379,7 +3380,7 @@ enum { UNI_COUNT = 0x110000 };         // code points; invalid byte b has code U
 static int utf8_next(const char *p, size_t n, uint32_t *code) {
     int length = utf8_length(p, n);
     uint8_t first = (uint8_t)p[0];
-    *code = length < 1 ? UNI_COUNT + 0u + first : length == 1 ? first : first & (0x7Fu >> length);
+    *code = length < 1 ? 0x110000u + first : length == 1 ? first : first & (0x7Fu >> length);
     for (int i = 1; i < length; i++) *code = *code << 6 | (p[i] & 63u);
     return MAX(length, 1);
 }
@@ -3839,8 +3840,8 @@ static const Pretok pretok[] = {
      {RE_ENDINGS "|[^\r\n%L%N]?(?:%L%M*(?: %L%M*)*)+|%N" RE_MARKS "[\r\n/]?|%s*[\r\n]" RE_SPACES}},
     {"tekken", PRE_WHOLE | PRE_BOS,
      {RE_CASED("%o%M", "", "%N") "[\r\n/]*" RE_LINES}},
-    {"gpt-4o llama4 kanana2 talkie minimax-m2", 0, {RE_GPT4O("%N{1,3}")}},
-    {"granite-embed-multi-97m", PRE_WHOLE, {RE_GPT4O("%N{1,3}")}},
+    {"gpt-4o llama4 kanana2 talkie minimax-m2 granite-embed-multi-97m", PRE_WHOLE,
+     {RE_GPT4O("%N{1,3}")}},
     {"tiny_aya cohere2moe", 0, {RE_THREES("[%L%M%N_]"), RE_GPT4O("%N{1,3}")}},
     {"kimi-k2", 0,
      {"[%h\u2e80-\u2fd5\u3007\u3021-\u3029\u3038-\u303a]+|"
@@ -3940,7 +3941,7 @@ static void vocab_new(Vocab *v, int size, bool scores) {
 
 static void vocab_free(Vocab *v) {
     free(v->text), free(v->type), free(v->score), free(v->index.slot), free(v->merge);
-    free(v->merge_of), free(v->uni), free(v->stop);
+    free(v->merge_of), free(v->uni), free(v->stop), free(v->longest);
     *v = (Vocab){0};
 }
 
@@ -3960,20 +3961,21 @@ static void vocab_index(Vocab *v) {
     }
 }
 
-// What encoding asks before it looks a text up: could a special token begin with this byte, could a
-// token join it to the space after it?
+// What encoding asks before it looks a text up: could a special token begin with these two bytes,
+// could a token join this byte to a space after it?
 static void vocab_hints(Vocab *v) {
     Span space = tok_space(v);
+    v->longest = xalloc(1 << 16, 1);
     for (int id = 0; id < v->size; id++) {
         Span s = v->text[id];
-        int type = v->type[id];
-        bool special = type == TYPE_CONTROL || type == TYPE_UNKNOWN || type == TYPE_USER;
-        if (special && s.n && s.n <= UINT8_MAX) {
-            uint8_t *longest = &v->longest[(uint8_t)s.p[0]];
-            *longest = (uint8_t)MAX(*longest, s.n);
-        }
         for (size_t i = 1; v->kind == VOCAB_SPM && i < s.n; i++)
             if (span_at(s, i, space)) v->glue[(uint8_t)s.p[i - 1]] = true;
+        int type = v->type[id];
+        bool special = type == TYPE_CONTROL || type == TYPE_UNKNOWN || type == TYPE_USER;
+        if (!special || !s.n || s.n > UINT8_MAX) continue;
+        int at = (uint8_t)s.p[0] << 8, end = at + 255;
+        if (s.n > 1) at = end = at | (uint8_t)s.p[1];
+        for (; at <= end; at++) v->longest[at] = (uint8_t)MAX(v->longest[at], s.n);
     }
 }
 
@@ -4284,7 +4286,8 @@ enum { TOK_MAX_TEXT = INT32_MAX / 4 };  // bytes; a space can grow to three, off
 // The longest special token with which `rest` begins and that may match there, or NO_TOKEN. Control
 // and unknown tokens need TOK_SPECIAL and bytes of which none was `typed` by a user.
 static int special_at(const Vocab *v, Span rest, const uint8_t *typed, int flags) {
-    size_t longest = MIN(rest.n, v->longest[(uint8_t)rest.p[0]]), untyped = 0;
+    int at = (uint8_t)rest.p[0] << 8 | (rest.n > 1 ? (uint8_t)rest.p[1] : 0);
+    size_t longest = MIN(rest.n, v->longest[at]), untyped = 0;
     while (flags & TOK_SPECIAL && untyped < longest && !(typed && typed[untyped])) untyped++;
     for (size_t n = longest; n > 0; n--) {
         int id = tok_find(v, (Span){rest.p, n}), type = id < 0 ? TYPE_NORMAL : v->type[id];

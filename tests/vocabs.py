@@ -73,7 +73,7 @@ PRETOK = {
     "laguna": [r"[^\n]+|[\n]+", L3(r"\p{N}")],
     "bailingmoe": [rf"{ENDS}|{WORD}|\p{{N}}|{MARK}[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"],
     "exaone-moe": [rf"{ENDS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}|{MARK}[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"],
-    "tekken": [CASED("", r"\p{N}", r"[\r\n/]*")], "gpt-4o": [O(r"\p{N}{1,3}")], "granite-embed-multi-97m": [O(r"\p{N}{1,3}")],
+    "tekken": [CASED("", r"\p{N}", r"[\r\n/]*")], "gpt-4o": [O(r"\p{N}{1,3}")],
     "tiny_aya": [THREES, O(r"\p{N}{1,3}")],
     "kimi-k2": [r"[\p{Han}]+|" + CASED(ENDS + "?", r"\p{N}{1,3}", r"[\r\n]*", r"&&[^\p{Han}]")],
     "youtu": [r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|" + KANA, O(r"\p{N}")],
@@ -230,7 +230,7 @@ def pretokenisers():
     from make import train_bpe
     tokens, types, merges = train_bpe()
     for name, patterns in PRETOK.items():
-        real.PATTERNS[name] = (patterns, name in ("llama-bpe", "glm4", "minicpm5", "tekken", "granite-embed-multi-97m", "youtu"),
+        real.PATTERNS[name] = (patterns, name in ("llama-bpe", "glm4", "minicpm5", "tekken", "gpt-4o", "youtu"),
                                name in ("qwen2", "qwen35"))
         tok = real.bpe_tokenizer(name, tokens, types, merges)
         composes = real.PATTERNS[name][2]
@@ -246,7 +246,7 @@ def pretokenisers():
 
 def llama_cpp(tree, temp):
     if not tree:
-        run(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary", ":all:",
+        run(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:",
             "-d", temp, "llama-cpp-python")
         with tarfile.open(next(temp.glob("llama_cpp_python-*.tar.gz"))) as tar:
             tar.extractall(temp / "sdist", filter="data")
