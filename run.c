@@ -1966,21 +1966,21 @@ typedef struct {
 typedef struct { int32_t next; uint32_t left; } Merge; // left: bytes of the left part; index = rank
 
 typedef struct {
-    enum { VOCAB_NONE, VOCAB_SPM, VOCAB_BPE } kind;
+    enum { VOCAB_NONE, VOCAB_SPM, VOCAB_BPE } kind; // texts with U+2581 for spaces; of mapped bytes
     bool bin;                // tokenizer.bin: spaces are spaces, every token prints its text
     int size;
     Span *text;              // [size] as in the file
     uint8_t *type;           // [size] TYPE_
-    float *score;            // [size] SPM only
     Map index;               // text -> id; of equal texts the first
-    Merge *merge;            // [n_merges] BPE only; the ways to make one token form a list
+    float *score;            // [size] which tokens to merge first; NULL: the merges say it
+    Merge *merge;            // [n_merges] the ways to make one token form a list
     int32_t *merge_of;       // [size] its first element, or -1
     int byte_id[256];        // SPM: the token "<0xHH>" of a byte, or NO_TOKEN
     bool glue[256];          // SPM: bytes that stand before a space within some token
     const struct Pretok *pre; // BPE: how texts are cut into words, chapter 7
-    uint8_t *uni;            // classes of letters, for `pre`
-    uint8_t longest[256];    // special tokens (control, unknown, user-defined) by first byte: bytes
-    bool special_length[256]; // lengths they have; those of 256 bytes and more are never found
+    struct Unicode *uni;     // for `pre`
+    uint8_t *longest;        // [65536] special tokens (control, unknown, user-defined) by first two
+                             // bytes: the longest's length; those of 256 bytes are never found
     int bos, eos, unk;       // or NO_TOKEN
     bool add_bos, add_eos, space_prefix;
     bool strip_after;        // Phi-3: white space after special tokens is dropped
@@ -3318,149 +3318,327 @@ static float *forward(Session *s, int n, int want) {
  * them. What makes this small: a text is decoded once into Letters, which carry their Unicode
  * class, and a repeated set can only be followed back one letter at a time, so that the matcher
  * recurses on the pattern and never on the text: a megabyte of spaces needs no more stack than one.
- * The price: no general backtracking into groups, which no pre-tokeniser uses, and a class table of
- * 1.1 MB, expanded in about a millisecond. Bytes that are no UTF-8 are letters too, of one byte
- * each, so nothing a user types is lost or refused.
+ * The price: groups give nothing back, which no pre-tokeniser needs, and tables of 2 MB, expanded
+ * in about a millisecond. Qwen's texts are brought into the composed form first (NFC: an e and an
+ * accent become one letter). Bytes that are no UTF-8 are letters too, of one byte each with codes
+ * above all others, so nothing a user types is lost or refused.
  */
+enum { UNI_COUNT = 0x110000 };         // code points; invalid byte b has code UNI_COUNT + b
 
-// ---- UTF-8
-// Takes one character from the n > 0 bytes at p: its length; *code is U+FFFD for one invalid byte.
+// Takes one character from the n > 0 bytes at p: its length.
 static int utf8_next(const char *p, size_t n, uint32_t *code) {
     int length = utf8_length(p, n);
     uint8_t first = (uint8_t)p[0];
-    *code = length < 1 ? 0xFFFD : length == 1 ? first : first & (0x7Fu >> length);
+    *code = length < 1 ? 0x110000u + first : length == 1 ? first : first & (0x7Fu >> length);
     for (int i = 1; i < length; i++) *code = *code << 6 | (p[i] & 63u);
     return MAX(length, 1);
 }
 
 static void utf8_put(Str *out, uint32_t c) {
     char b[4];
-    int n = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
+    int n = c < 0x80 || c >= UNI_COUNT ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
     for (int i = n - 1; i > 0; i--, c >>= 6) b[i] = (char)(0x80 | (c & 63));
     b[0] = (char)(n == 1 ? c : (0xF00u >> n & 0xFF) | c);
     str_add(out, b, (size_t)n);
 }
 
-// ---- Unicode 16: classes of code points. White space is one more: it overlaps no other. Lt counts
-// as Lu and Lm as Lo, because every expression that tells letters apart names them together.
-enum { UNI_LU, UNI_LL, UNI_LO, UNI_M, UNI_N, UNI_P, UNI_S, UNI_SPACE, UNI_OTHER, UNI_PAIRS };
-enum { UNI_COUNT = 0x110000 };
+// ---- numbers in order: a heap, smallest first
+typedef struct { uint64_t *p; size_t n, cap; } Heap;
 
-// Runs of one class, written by tests/unicode.py. A character v + '#' is a run of class v % 10 and
-// length v / 10; a length above 8 or 9 is 0 there and follows as base-32 digits, low first.
-// UNI_PAIRS stands for so many pairs "Lu Ll", as alphabets come.
-static const char uni_runs[] =
-"+H\\+Q4F3d3P'I<G<#YF323$Y2323g4+Y42[2=/235Q;3.<31/2E2#V3i$W3t,Z-8r-8,V7.6-B7.67.A8K.7.AB7.7.@7.-86"
-"7.A.678/-BM7.7.7.r-8|-87.6A.,[-j7.786K.J-$dA/$Z%QQ%K)MWo/3/)P&oB@/36?/B2-S=-2A5-57.#P5}$b@-8AB,J-V"
-"63678#r@$o@,P3l,Z7.^-8,o@5#e@?/d$h@<?G5&l@202:2:20{%ZSM<+PG<3<=&J25F%j@&T'IP90%bB2/l53b9:3N9'IC=/("
-"M?/0%]&Z?%xA&J/+M'I%`@&H93F/?0=%UN/&H/D/X?(N5%XD?25%J]%W3a{&H%i@&W5&`@%u@D/&Q/l%I:<'I2%OD5u?9?%U5k"
-"5/IM?0/l?:?D/{0S95C:?'I9=c=/20?D5aS9?%U5k595959?05XS:?DI0qM5/q'I:C02+ID5%H5C5%U5k595W?0/v5D5D?/+N9"
-":?'I23q/b5D5u?9?%U5k595W?0/l?:?DqDS95C:?'I3/c+I0/5aIC5MI95/59I9ICI%KSXID5N?/g0+M'Ly]Xu5C5%V5%O?0/l"
-"5D5Nq:5C?/?9:?'Iq2m3/D2u5C5%V5%I5W?0/l5D5Nq:g959:?'I590+KN%H5C5%h@:/l5D5N/3SC0mC:?'R3a5D5%QI%W5%H5"
-"/?kI0Sb505vg'I?:2+K%o@09lS3kv2'I<+d@95/5W5%W5/5%I09&H/?W5/5l5'I?M+_@/G(N32G:e'S303030P:u5%c@S&S2:W"
-"&J5&c@5y0e5=ZQ<+d@%j@&S/'IdaNMD/D9lCN%L&K/0'IN=#e@5-]-?$j@2/B%hI5M?k5/5M?%h@5M?%`@5M?k5/5M?%N5%x@5"
-"M?%bA?D(H'SI%O)Ig#uA?`?2%kR32%P4%Y<I%jAFEuq%QN+H%RD<+H%Q:+K%L5C5:+K%s@&_@F/F3/0?'Ig'Ig(JD50'Ig%xAq"
-"W:%a@0/]%eA+I%^5&KS&KS3I<'I%]?W+J%k@S%Yg'JI)a@%VX?<%t@&I5&\\?0'Ig'Ign/d?&^+p@X%n@&Pu5<'In)I&H)HFD%"
-"]&L9'I%k@&M{P%c@&SIZ'IIC'I%c@<~6]#j@?Ax{D2&TM0a09D/]$k@%~@$L/$a@%d@&_A,iA-~,o@-~s`?_?tsts`?_?t5-5-"
-"5-5-ts$M?tststsV58U3.GB58UGL?8K5GtUG?B58U=5*J](W>]4(S3(L3(K4+O1/?cG</'IG<5%LI)`@+N&`@+N=-Q-=.A8A.3"
-"-GUe-3-3-3K3.K.M.=87[-LQ.3'r@6Y=S)wJP)\\<)~F+U)J+T'{@)mA'U)gR(M'])p@<)^(I)rK(U)~@P)_@<)uJ?)_@5)hB#"
-"o@$o@6A8JK.-8-`9A.,o@-8e@D6]P1<$e@5.].?%w@q/2+M0%V+Hk5k5k5k5k5k5k5k5&_@(n@/(_@=(K+a@)Y5)xA+K)uE+Y)"
-"O4F391(I=(K3'Hb2W=E92=5%uA?:=C2%yA2M]%j@5%}A5=O)I%_@)e@+H3%O)^5'I)]w3'N)_@'I)f@'N)_I%_mE)_A%lsTI)v"
-"@+H%m@<%lGF%O'I9+S,V/N2&I2/,M9:%eA'I:d{)V%H=h-B,^/t@7.T/=@/6-B,IU.U.rK.67.?65.5.J-+TC6C.k0C0M0%VXQ"
-"0IcQg%s@P{:%q@&Q{<'Ig&QaF/290'I%[v<%V&L+J2%\\IN%n@&M(L5/'IS<W0%I'IW5%h@&M+HC0u:?'I?P%VG/D%q@0/D9:W"
-":/0/+WC<%JX<C:+Ia?a?a+Hk5k5$j@3M~/=S$oA%b@v2:?'Ig%c|I+K%VS%p@+cgG%mJ?%iB+e@j+KV]/0%I3%L5W5/59595%k"
-"B)P+O%jJ<)O%_A?%u@q3+_@%KQ&O(Ig&O(b@5(M32G523<SW5%fCSF3d3P'I<G<#YF323$Y2323n%xAIa?a?a?CIo5o+L=?%K5"
-"%Y5%R595%N?%M+a@%zB]FS'l@I)H'x@)P;G5)LI3+n@)l@0+aC%\\I%p@+N0'ZS%_@O+H%S1u1]%e@X]%]52%c@Su2Y+i@#g@$"
-"g@%mA?'Ig#c@S$c@S%g@{%s@+J2#J5#N5i575$J5$N5j58I%s@+K%vH+H%U+Iu+Wa5%i@5%H+dAa?/5%k@59I/?%V52w%V=m%^"
-"{'H+o@%R59]Y%UcI2%Y]2+_A%w@S;9'O?'m@/D5:]NM5C5%\\?DS0'Hq(Hq%\\;2%\\E+_@u3%[:SYn+H%u@In%U?w%R]w%QqP"
-"+Km+oA%hA+v@#r@+L$r@qc%c@N{'Ig'Ia#UIX2/$U{=+oE'^5%i@5:2?9+OC+v@N%\\'I/{%U&JOZ+U%QNP+e@%Tm+S%V+HD%t"
-"@&NnS']09:/+HN%l@&J<5P0+L%Xq'IgD%c@&M5'IP/:/{%b@0</+HD%o@&MMPN2:'I/2/F5'S+J%Q5%X&Kd090+}@k5/5M5%N5"
-"%I2g%n@&K]'IgN5u?9?%U5k595W5:/l?:?D?/g0]W:?lIX+J%I5/?/5%e@5/&H50?05N5X/0/<5<{:+\\%t@&QMZ'I<520C+]%"
-"o@&S92/{'I+eD%n@l?&H(VM:+a@%o@&PF/+J'Ig(L+R%j@&L/2g'Ig'S+[%Z?&NS'KF3k+xD%k@&N2+cB#_@$_@'R+Ku?/?u59"
-"5%Wb5:?N/0/:F+H'I+eAu?%f@l?l/2/0+Z/&I%g@l/Nx0{/&J%m@&OF/Z+L%hAq(I+uD%`@2+M'Ig%H5%d@v5v/Z+I'\\I<%]?"
-"&U5&M+hAk595%e@bI05:5l/0{'Iga595%_@X5:5X/q'I+uH%RN<q:/0%L5%a@lIX(L'I0+tA/+N'T)\\+L2%y[+eB'nB5Z+J%c"
-"E+kqA%`B<+L%o`@+O0a&N+I%z{B]%fQ+xtE%]&Q'I+eu@%xPq%^5'IS<%nA5'Ig%]?X2+I%o@lZQM23+I'I5m5%T]%R+oL%l@F"
-"'I+eE#_@$_@'VP+dB%jAS0/&v@qN%L+_A92/0+J:+M%w~D{%ue@+h@%I+fvGM5k595%bH+N/+\\C?/+MM{%kK+cgA%jB]%LI%H"
-"q%I?3:2+_zB)oF'Ig)sL+kA&m@?&V+H)sB+{@)uF+I)f@?){@XGb{v=l)]N)|@+T)aAD3+yB'S+K'S+K)vA+H'X+fC#Y$Y#Yj5"
-"$Q#Y$Y-57?-?7?K5sL5.5j5$J#Y$Y75K?s5i5$Y75K5U5-Ii5$Y#Y$Y#Y$Y#Y$Y#Y$Y#Y$Y#Y$[?#X3$X3`#X3$X3`#X3$X3`#"
-"X3$X3`#X3$X3`6?'q@)_O&v@Q&q@y0)M0=Z+NX5&N+oa@$I/$Sg`+tEl5&P?l5:5X]%}@+`@0+oB%l@Ilk?'IS/3+_I%]0+P%k"
-"@N'I]3+oM%[N'I+uE%]:/'IS2+_Nk5M595%N5%dE?'Hl+h@#a@$a@l/S'IS<+pW'z@3E3O+kA'l@3'N+aEM5%Z595/?/5%I5M5"
-"/5/g/S/5/5/5C595/?/5/5/5/5/595/?M5k5M5M5/5%I5%P]C5W5%P+s@=+mG)k@S)cB+K)N?)N5)N5)d@+I'L)`D+w@)\\+L)"
-"k@S)Hq=+Me+yC)w]S)PI)LI)vBS)~Ag)KS3+N)KS)w@{)Ig)g@{)]?)KS=+}@)sI+K)M?)LI)I])w@q)N?)Jg)Hq)rC5){A'I+"
-"e_@%_vh@+_@%y`Cg%}E?%asD+M%phF+N%mR+alA%}O+an@%jyC]%_bC+oivT&oF+oo~D";
-
-static uint8_t *uni_new(void) { // the class of every code point
-    uint8_t *class = xalloc(UNI_COUNT, 1);
-    size_t at = 0;
-    for (const char *p = uni_runs; *p;) {
-        int v = *p++ - '#', k = v % 10;
-        size_t n = (size_t)(v / 10);
-        for (int shift = 0, more = !n; more; shift += 5) {
-            int digit = *p++ - '?';
-            n |= (size_t)(digit & 31) << shift, more = digit & 32;
-        }
-        if (k != UNI_PAIRS) memset(class + at, k, n), at += n;
-        else
-            for (; n; n--) class[at++] = UNI_LU, class[at++] = UNI_LL;
-    }
-    assert(at == UNI_COUNT);
-    return class;
+static void *grown(void *p, size_t *cap, size_t n, size_t size) { // p with room for n items
+    if (n <= *cap) return p;
+    size_t new_cap = MAX(n, 2 * *cap + 64);
+    p = new_cap > PTRDIFF_MAX / size ? NULL : realloc(p, new_cap * size);
+    if (!p) die("out of memory: %zu times %zu bytes", new_cap, size);
+    *cap = new_cap;
+    return p;
 }
 
-// A letter of a text: code point (21 bits), class (4 bits), length in bytes (3 bits).
-typedef uint32_t Letter;
-static uint32_t letter_code(Letter l) { return l & 0x1FFFFF; }
-static int letter_class(Letter l) { return l >> 21 & 15; }
-static int letter_bytes(Letter l) { return (int)(l >> 25); }
+static void heap_push(Heap *h, uint64_t key) {
+    h->p = grown(h->p, &h->cap, h->n + 1, sizeof *h->p);
+    size_t i = h->n++;
+    for (; i && h->p[(i - 1) / 2] > key; i = (i - 1) / 2) h->p[i] = h->p[(i - 1) / 2];
+    h->p[i] = key;
+}
 
-static int letters_from(Letter *out, const uint8_t *uni, Span text) { // out: text.n Letters; count
+static uint64_t heap_pop(Heap *h) { // h->n > 0
+    uint64_t top = h->p[0], key = h->p[--h->n];
+    size_t i = 0, child;
+    for (; (child = 2 * i + 1) < h->n; i = child) {
+        if (child + 1 < h->n && h->p[child + 1] < h->p[child]) child++;
+        if (h->p[child] >= key) break;
+        h->p[i] = h->p[child];
+    }
+    h->p[i] = key;
+    return top;
+}
+
+// ---- Unicode 16: classes of code points, combining classes, canonical decompositions. White space
+// is one more class: it overlaps no other. Lt counts as Lu and Lm as Lo, because every expression
+// that tells letters apart names them together; Han letters are Lo that one expression sets apart.
+enum { UNI_OTHER, UNI_LU, UNI_LL, UNI_LO, UNI_HAN, UNI_M, UNI_N, UNI_P, UNI_S, UNI_SPACE };
+enum { UNI_SPLITS = 16, UNI_UNSTABLE = 32, UNI_CCC = 8 };            // bits of Unicode.of
+enum { UNI_N_SPLITS = 2081, UNI_N_JOINS = 961, UNI_N_SECONDS = 98, UNI_CODE = 0x1FFFFF };
+
+typedef struct Unicode {
+    uint16_t of[UNI_COUNT + 256];       // class; UNI_SPLITS: it decomposes; UNI_UNSTABLE: composing
+                                        // may change a text with it; combining class << UNI_CCC
+    uint64_t split[UNI_N_SPLITS];       // sorted: code << 42 | first << 21 | second or 0
+    uint64_t join[UNI_N_JOINS];         // sorted: first << 42 | second << 21 | code
+} Unicode;
+
+// All of it as small numbers, packed by a range coder: tests/unicode.py wrote it, says the order.
+static const char uni_table[] =
+"Uzm7knljMBKnIRS@HB~gZhznNAVoK#Nbt[o1`n=j6:.IKyj~30w5r=__&1qUyzCT<xgVaS4*nJF.RkAPwq<Zj-2ylE0H1N8_AY"
+"UVcqun.^1YP/Ze=-{.$s(njhIRS#dwtN:{M&=@gNpQ[~9;xW'C9v(jjeH^l~M|f-}ckdh(zVsiS,4I[=;=^x27Z8'}-kt5V~N9"
+"M}6[e-OO;Nl5:-k08|abcS6a9XKDu:/MsqEB{4VrB4,/ZTqiz(coe]mB-J.UECS&r@0|Or.>4<P%SoyuNE:c`6mpMq7_TpEsjO"
+"I}[/$[HT+UO<6tn-8LGg|XV4`5#k&3m3K8X:n^C^hDYI{~{x17sBbzu_2[)8Bb#,^:~p1%(2UfvZXkr^Ui9HBx^L4p)TokP.H/"
+"I,'7]`dO4NL0lt&D,{0Qp3)YfJl3|8z<<UZ^|u6uE]+M&$HGudH4CiO[<`d:lbe2o'w-f=@qkXov6RCi$^tB53XsW0t/yiiyK]"
+"%~iVx+S'|8:kzPCx41S7b@#ax'5vL42|xF@%Peg}=#GK^|UOGd{vP[QJcM@o=D@wP~7e>R[)I#c%290+QUuB);[,}N_'rhu]0<"
+"*zI2-0=SpH)LWS2F[Zc/q''<Zm@svw`@1SIUn7K6DiLU^#q{`M]a|SUZ[/eI~088zXJ8M%MW+/35D.mjwOD3XabpT16himWj@R"
+"uUX+~p',AO((ho=rKS1|t>_%X;[@hp#@9_DDhtD$FY1m4<{{V&x~)Tn*c+I#dRp4>&6<^nb`EZjGtJ$%C9+x;)ywCD,AUu;uAK"
+"YJ$lf{E5uY4HI,45h|o#@V[A+>$GFOUg~J7Dy+~5M*Sn$_]{MRSxB9vp`<F(Y>tRkqu[Mc@F$e2CEZc/<=UvN7<fi,cq`A8sHJ"
+"B-12[n=G-/xVT_wy{$>g+07iPG&Z1m<E7T=j$p5[Xmt-fB,*p<xBxBCeHefv%so40+pYhi0GD;LQ2d.$Ho~(m<5A[L_VeYRX8]"
+"<9tZ'dehY=Dy9mgx$Z^,:EytZ65E03f3vmN{{Q|d#<Z_)+Zbie^Qk}FQu%+9->Z_fL>f`oP=fn8F(&kk8qfUywrl`:pI(UeUI_"
+"l&}x.@j&1KY;p}3sp39lddp{6qY~z0Swx3Y6xVknDK^DK+skUiowXS|(zLz#SewXXx8ysX^p}$ip.n7yO_-[ARR7^Ruahd-99u"
+"U.V],EC.vtaR}EL1RMU_uWLD;-vNP~i@m&9xhsgnH8cWRb<+F[qbfk),8_`JJvU_'HEZ;EjM2nbe@snh|BX5_&hBQOz=pN5-ew"
+"aM&|K10#]~>D{vdBa>@b_>3w0dD/LNESVN_'oI.K^;~'aXLx9,;qh],uC|])5&OFP,%[#|Ytl%>[#k'HX=o|$%Rnsh24ya)#)W"
+"Be)g#gGTV35a:XyDi9VDga/rblSB^~L,%U((3]&q/{O:^F4OBt<N3^^mGy/o[t$+j'zue%e*~7[h>b7+W_{L4B)L{a-1K.9+yU"
+"iQ]9819@Ek47w)'pFD<H.5d)[IlU&O9;Xb17:yXq`:{i%G$Nj;1iV(t-3wMJD]S7v2{4Nc>|~0{l5`jQ)Y/:e;z.13W'A]r>}+"
+"ib5C;%`jjO#01>0WfhoA7Vr-Pq}SIs(n@uw)u2],XO'*w|X{|a6+_7n=W1C65K7+{wJV;RejFMlUj>UzSGZVpZp`M_qE-*AkSF"
+">{B`g[/_xX-/6JPIX-^<gW5$@eLwGZtSt11xrZkmO`8wX]bu4@~K`:p$<Uv%(,~i~kWWx>-='z#eyZHoc|r$nahK@4cxvok-zi"
+"1R{G*Z}]H+3kxb_0+Tz+&GAUx#rnDCD$&<hk@W*hd84xFY|{inC]+x02pKY$XOK/;F[8G=+*u~:#88GOA0PNV;*A@6ht2U|uQ%"
+"#3wZ.|Gt7TjN0akX4(lcNYi{OkwsM31j#(;FzwOhY%@QV4BoN3K}J{#s#/;]TLhM=N6LLe}p|2pl&~hM`.1winWK*6%xqQsA|c"
+"2q#lq2Q@[dC%.ihl~fDPTqBtKsWQgVb8cB>9iLSyz<PthuFc8[E5;lT9K2TESa2]h0Ew2|.MwY~{[k1H*X(+swBE.64]b#paT>"
+"X^:De>ww)[NRKLGv|U_:&qfFMbqfBJV8zBf(tVfGe>h9%{{O~4U6d}3dlT;0F=/UNA>D>Am+8I@/rRi+@Fd%CAe=Xnrk%n[7AS"
+"XCy.$GNt1V_k#0%pPT>~CW=UYw3*#D:Dz[qZaimozyik2.yZnEzAEh.vnhKlD-t}+Hh`m8=>;dD+$,ez<dg/#DUx5iz+@AyH|`"
+"}CdIybNun,Q*@%AgFbfnHrsi{}pes<Ei&~9sY9T#0isdXN477eC98lwDymU}obX(uok_#9s]E]9*%u&u9F35kcZi'H#dl(#UD."
+"`#_5@$6by;d>#$>Q)CT_#umWjy}r:EeY9w~@U=6OeKg$B6Z[r2F^r9{AEK^+^FLg}>E{c[y;yyMsL2'4C4xw'e9#H0cafl#+7y"
+":A]8}6g+}3HReH%5L/WW]gHVdpt#SUEAkMv0uR:3VGI*lqvE8oRL``hvv:P.0}DrmsHLtSHB&Vp}Kv%vEUJTCB9P(RHoy)*[wO"
+"x6kO:Q9j^}p}/T%jTB3GnLC1s3@Pt~*h3D7MUSeBibaAaEXfjSA3k:,>v]@dHmVL$_LCa`T2O~76m<]dGIb0~4LUXBN@Y]n*hi"
+"3WKdRGD4z5%8=kxhG9'~Jhjp;Jr-t+*IH-YInQw`n=5cp*y.D>::tGw1JopIoAogX1rp#25L`y`e1.JDX)Xe299&6.G}]B)v:{"
+"sL:lQO>T2e)MozT*r`K`=OvLJidXt<;3f+4b&Op72n((yxWn4y4#U)Gh*|rv-u=ea$ypk8IW=XfVO1L~zS3qEU4ny1D|G_Zqn|"
+",I5,NImyg;6#tN}+akz*kho:E}t=QleD>*{O$U)nrzdUeP6c_]]>P81%EmMZvk4peE'ty)I^$<#XSTvaKb2,m&2sJ2obJwL-V*"
+"VlE.F;ca+WZ$ikY_U4;{0F1O0v9*<W$~ORJ{O*}n{&SwKiy]5){}*ZD<rVTU>>$ouf%SN<;&g61QzUks^v##a){<9:08<}X>tG"
+"$;I_PhQey3=,IE8P}+vd$UOs40%gI<;daj;Q.:80-98aATI<^8^#tyEO(Cb=XB4@cnos$Jl7my.A}F2oh^zcrT>`MOVwm^W;sA"
+"ic0PW$bt+R~C+O.*-v9I2iHX1k.hGYJ5FEjXR0%D'a:<7IjF#.4%etv@wQ@&h+M{ERwiFKjP}^80@YpGE<$7]I^*35(QH-@dPe"
+"%WSwuT&A|j3}a:58%L%}Os+aP@#|vqSK'>FM0-xDz3wQ#m%^tVD`0B8NWR$Dn%fFJFGl.99$qWIMS9T&jdr(ZhX#1nxM=V$y9;"
+"qR4w%f(jFl_z;l}FI2+8@1hNSH1J]jhE|-IB%;Qj5-M=/jC@q|&Gk{~)+tXq=p~tU]#h<iHg,rZ*W83D^ZSx0EJ+#C(,AAl;_s"
+"Wr5)Tb+QFNov4#CCDb->:;%D,[}onj(PA_:kWv}qKajYMdz_]L6$n.gm|<8*`gvx#$lpf{SfD8fv(pxrefSa+DcqY)ZVHrt+Ic"
+"~={'f]BYn>$i)o~AT%iHYeX2o2[VtL5>}Za]_P+$X8NZRXZF#m}DX,e`5B-'40bJg]1j4FlDZ&HF^Q4eUEEa9cgg8aul{b>KY5"
+"X^D+OesR1v@UciLg(.9z-)BUD#Y'cZ_{}S@84aCvO0;kL'M'x5+XQ5m9jPfB|g+D26wRn.lzM@`T-(#Y*_n%)qS[.4@.@Itt$M"
+"L*>+@`<*|}-'02IgTZQF5Gn{H>dEfsfk4v.UC[#)%fi8h}GVmwSr{mTDhioC~C7QJ3KHO$hQQT8f]3hLgg9QHAT0KLb;v~=TYh"
+")+^vRF:auie#bHmaMkb4)~|XEe<o:J'_39qz=,g[ZWp[psIFmWu+bpHyIR~gkS]|j#<fX3hx>Bn|N_zNI[0)yzrz^$a$n7nFwg"
+":V[@Qnda;8#K**m(#&^&V^uC$atc.#$ogCtXz.mZB1)0L.E'_6`C4SJ`/B~i1YPn_g%47rQ3/x2RShAC5M#5`<j<8#%GDC0&]&"
+"6M[jo36RG5,Q5DRbB}gDyMUEDzS*IQwAc<sc;<9~U,/6oF^IoV]ItVdl3#1&5J}}onk5/$SW5|hzPD,~g0`v7pC>[YnrWK5pTg"
+"w+l/D%dBaJ7L]s(91Z+*HWI5;B#bo5<nTM<8p:T/3fJQ[L:*ssHU($0PynwIgY_qS~O.w})pm'}$.&4-|P=.Q{,TI-GLxs9GJT"
+"}il+s>1WL4GTz$$TCjkHa<fD#L#4s+nh.Sg5*>v}B|X@hEYTdNp#G<1BPV}Kv.%-I8EPJkcn)-QFC/9It2n]X47[>7Oa7P~R`G"
+"HuL'P7d/f,pK^lZY*T'NO>vDJYT'_1[KM0{M6k#LpefLF[WqP(y|nPmnVpX<SG^q`DBGNt9]BfL3|Aq~TEbrD${8oSuAJ)C;NY"
+"k#@6EoP4;>gkD_svs2:ZgJ0R[8^9)IhNt7TvY0y0c/ntow4W)C5`)tYw7*7Z*6g2D*QU^}*T=V<iyfMZG^7X-~3Fu_u0xFivD4"
+"7t&,@goWKQSuXO&=zi19eBQAtCbgD8A-thx[[XI+NH2aUsOaM)51T%P>9<OY=6;et4${wje}P@_X7fmnh_Kmb]u1WnpzjthmpD"
+"lLzu$1`i(=8UWc>aGEUs]~&IC25riB8dvIHSyip>1pTOchqo~iyYF7]tBE)F0_HAf0E^%)XbTr%5>Poa-1CQj_km99om5C[;Kn"
+"c~lDgc~|O9&6TqvOH-xti=TQrxwm{++`%g#4F3Y%rnSJcQnh:lyx5_>u-WZgcf^[&v6=GbHkzR[hQ'*eB)0&OvqXV#xy$3EX_,"
+"K&@q[Nkb|4-^OIYuD'T@ovd#AQ//J,hQ%#W9$47;CH#)9M:Z%%'sfxEh`Q$'Z3$<lYsRWg%eF.}_hj=#8ARy&x*R%#-s:ryjUs"
+"F&v:~Vvbxyn0:Vmz/$/[S`^mF4B-l[BcfsSS2dC%#&[`5SH+rv9Y&l-^LWO*x-IJ*fX`5o|+y_'00,87Unh:]*/$Zdo)O&DY=["
+"5XI=`pj]lVu(c',@Mjm'dR`3@tJUwvgjrF4Y:T9zEL<G@8#wN{7Lel9nx}e644=DP_V'2fc/9=Fzr+)vl*Y-&CS1`MVc8nBV4-"
+")b@[lVn6e-G[kaG=u%)HlA=dMQT@KuwoE*Z*q5NJR6}Aw|Ka}9##TRGA(zFXoR>xt[w&5Ae$@:Ima-$Pn8WS60'dcJT-;ZF`o~"
+"#*4xCcF+MZj8JRQ]mS2K#z:ta)[zu|RE'X,Yf*e/>yt_K_`Gx@&JT8xoTP4'L`#LZ6GMp&AYg#*C>$1Ttof:sR)QnVOT2*rHcX"
+"##&o}MBNbaMy=.bU82e.(Llm,%nX+jQ/X$nb7DA6a#r=p;CTSNrvdSe`x^)2Ck2=hexJtI%:772)quxE3+AP2X;'Mqfw(/FHq^"
+"-ZdVga.JRj+[S0}:@VLQq3Zy43'y={]+pj6cA]]UD5'0AMFW+5#2[Ehw`w3,bKFiM/@.j_M&]9R,jVRvvs2w6,kML$~zofb<KZ"
+"~^=8m)QX:zik%Usl7HgdMcE7=]Bt&GJFN$0r1=B6dElnq{@N/u&h[W{3C2rL#*.9#|ZsVVhDHPUs[N%CvsJ7]^6iE|9`&l]V4M"
+"@^r[V=+T_HFbw{;Vef&j(`Z_fYZw.%$iU%XbQ7W[qH=Ip9E$b~4L*>EXJy|-H=F_lV%l]i>07H<y1]aY):Q-@ezl9Zk9w4ON*:"
+"-=`^X3=#co=RkCI_T1O9gWq7IeZ9/M6owo#CjM@tA)aB|]bOp$O#s*1=7Qz_,WS@0R,TI&N%FpN-B]6aiCpYK;${P7P=.n|z7e"
+"#+b2oLff$QQ'fnmh2ojv8i6`A<k9:Ao*,VmjmwOVqKxRRAR$oL+bNd}9Y1I2lS6<u3i#|%g,I3r>=P2Oz6I*0rA='7dI2]~dIy"
+"n`N=f}m9jF|D6IliN5*,xO{SVP;,)XgA3]c&v[/q$R[4J2|VVHSO$1baF:i{U)`XoSwHqe3K#fajOJwO=-^n#0IV9hMgZ49F(7"
+"nqT+UExL)O31)|7Ae`GdOOPdZ-TU'bVml{s:KjolbUHOr@k>[sq;;3)(id3NN[[<[8)urQG}78IXlz0nZ@zB/WOy-/hgx1Y/}J"
+"tcYRVIhFT/}x>ySMps{(B9B<{eJM7]$}DwPq}~wyY3zo@P~[z.v0+K[Pl#F>2zQ>hPzrB*ZkjwNSqAI|+rRrNyGXv$`x^<D@=N"
+"h4n+n29)}*0C.:5[1=i>8]iu)&5>TcU})GOM7p3bI7x`xka-q)E}yhHTMy6Xp,2:s8jpg@W7T}2`9u70O#{;iqb(D-#V_KH&1f"
+"#INhd3Me5RY<Ny,Wu<J^He70TB;2wl[id8<)AFDL+uy['7l}-3y0(3nK7,>f0po@iX>zARBnog4H,ysc]zwh@;q>k$Y)0#RJlv"
+"yH,Iz~_^rj8HAO'(Q/SyGFBlUG{TI&n$PxY5b}CLhPZ_]B88(N{^8@;t0}@}KwePnL,RdGF/-,&h%Yi>zHN:aNu`xYdhupGR>~"
+"aNeZnL|ox#OO}D7N&Ay[tNP`2UW&#Y3={/U{6H.I|xE*ALvjM>ST)hIsmkc72OzhI9,HSKU^t;Fa.RlOz,byQDasYk='v2ewYr"
+"e4y}bo%v_I/lAWX+EBCL'qJ]}Z*IFmx``P&3)/Zvu-351fIE}`7>EF.UNp}PTX)=Z;6Qs=F.T,tIQ>fjp'D*A%Z`t_$At#uP/="
+"Prl5PAv..SuUptnD`_diSuu5WJ(VTs^Cw||cb{.9B>|WQWmgDg8_P>/Sa+Q4AabF0-l6v3ji5dKR'lycs|G3NA=.v2XHq%exgz"
+"l&m%x$h5o=*oa{H+7k_UNBlE52{=%%sa:n<>_GIXxGVdG)_4,cldw|&CP-K7$4XlP`#R[0`o&A<_bW4UQ[m+}b$QRFqeVHn]9|"
+"N`;cD%}8C_&rad)`(A}}LTmuXeFV{]j'QV8v`POI=k[9RUU29/hv2uS)E]$i9zKVSy7xYR1CDRC0+O3}IHa,9KoB$m4@e9I-*y"
+"gmy*M`gl2ejP8Z*U-h82zGklLzz^)Z5-Jfh>;RI{/Y$*5cr{(.Z)j1^omyQa3HJ4P,D1oSsb}+7M<F6L*hZ|GYF<M[N@CO1<)8"
+"dywF(KEF5b(U'iu,;[0,>7~nYmBC5VvE2pGP|PP[_FyS%iPU19UMq";
+
+// The decoder. Numbers of one kind are alike, so the chance of each of their bits is learnt from
+// those before it: in 4096ths of a one, less 2048, for [kind][length][bits so far].
+typedef struct {
+    const char *p;
+    uint32_t range, code;               // code < range: where in it the rest of the digits points
+    int16_t chance[441][24][64];
+} Packed;
+
+static uint32_t packed_bit(Packed *d, int16_t *chance) {
+    for (; d->range < 1 << 24; d->range *= 90) { // 90 digits: # to ~ without ? and backslash
+        int c = (uint8_t)*d->p++;
+        d->code = d->code * 90 + (uint32_t)(c - '#' - (c > '?') - (c > '\\'));
+    }
+    int p = 2048 + *chance;
+    uint32_t bound = (d->range >> 12) * (uint32_t)p, bit = d->code < bound;
+    if (!bit) d->code -= bound;
+    d->range = bit ? bound : d->range - bound;
+    *chance += (int16_t)(bit ? (4096 - p) >> 3 : -(p >> 3));
+    return bit;
+}
+
+static uint32_t packed_number(Packed *d, uint32_t kind) { // n + 1: length in ones, then its bits
+    uint32_t n = 1, length = 0;
+    while (packed_bit(d, &d->chance[kind][length][0])) length++;
+    for (uint32_t i = 0; i < length; i++)
+        n = 2 * n + packed_bit(d, &d->chance[kind][length][MIN(n, 63)]);
+    return n - 1;
+}
+
+static void uni_decompositions(Unicode *u, Packed *d) {
+    Heap joins = {0};
+    uint32_t seconds[UNI_N_SECONDS] = {0, 1, 2, 3}, last[5] = {0}, code = 0, place = 0, apart = 0;
+    for (int i = 4; i < UNI_N_SECONDS; i++) seconds[i] = seconds[i - 1] + packed_number(d, 110);
+    for (int i = 0; i < UNI_N_SPLITS; i++) {
+        code += packed_number(d, 111);
+        place = packed_number(d, 112 + MIN(place, 2));
+        uint32_t second = seconds[place], k = MIN(second, 4), step;
+        memmove(seconds + 1, seconds, place * sizeof *seconds);
+        seconds[0] = second;
+        step = packed_number(d, 115 + k); // its lowest bit is the sign
+        uint64_t first = last[k] += step & 1 ? ~(step >> 1) : step >> 1;
+        bool single = second < 4;
+        if (!single) apart = packed_number(d, 120 + apart);
+        u->split[i] = (uint64_t)code << 42 | first << 21 | (single ? 0 : second);
+        if (!single && !apart) heap_push(&joins, first << 42 | (uint64_t)second << 21 | code);
+        u->of[code] |= UNI_SPLITS | (single || apart ? UNI_UNSTABLE : 0);
+        if (!single) u->of[second] |= UNI_UNSTABLE;
+    }
+    for (int i = 0; i < UNI_N_JOINS; i++) u->join[i] = heap_pop(&joins);
+    free(joins.p);
+}
+
+static Unicode *uni_new(void) {
+    Unicode *u = xalloc(1, sizeof *u);
+    Packed *d = xalloc(1, sizeof *d);
+    d->p = uni_table, d->range = 1;
+    for (uint32_t at = 0, end, before = 0, class = 0; at < UNI_COUNT;) {
+        uint32_t next = packed_number(d, 10 * before + class);
+        end = at + packed_number(d, 100 + next) + 1;
+        before = class, class = next;
+        for (; class != UNI_OTHER && at < end; at++) {
+            uint32_t ccc = class == UNI_M ? packed_number(d, 200 + (u->of[at - 1] >> UNI_CCC)) : 0;
+            u->of[at] = (uint16_t)(class | ccc << UNI_CCC | (ccc ? UNI_UNSTABLE : 0));
+        }
+        at = end;                       // the pages of empty planes are never touched
+    }
+    uni_decompositions(u, d);
+    for (uint32_t c = 0x1161; c <= 0x11C2; c++) u->of[c] |= UNI_UNSTABLE; // Hangul: vowels, finals
+    for (int b = 128; b < 256; b++) u->of[UNI_COUNT + b] = UNI_S; // as U+FFFD
+    free(d);
+    return u;
+}
+
+typedef struct { uint32_t code; uint8_t class, bytes; } Letter; // of a text; bytes: its length
+
+// out: text.n Letters; gives their number. *all: whatever Unicode.of says of any of them.
+static int letters_from(Letter *out, const Unicode *uni, Span text, int *all) {
     int n = 0;
+    *all = 0;
     for (size_t at = 0; at < text.n; n++) {
         uint32_t code;
-        uint32_t bytes = (uint32_t)utf8_next(text.p + at, text.n - at, &code);
-        out[n] = code | (uint32_t)uni[code] << 21 | bytes << 25;
-        at += bytes;
+        int bytes = utf8_next(text.p + at, text.n - at, &code);
+        out[n] = (Letter){code, uni->of[code] & 15, (uint8_t)bytes};
+        *all |= uni->of[code];
+        at += (size_t)bytes;
     }
     return n;
 }
 
-// ---- Re: a matcher for what pre-tokenisers use.
-//   pattern = branch { "|" branch }                 the first branch that fits is taken
-//   branch  = { item [ "?" | "*" | "+" ] }
-//   item    = set | "(?:" pattern ")" | "(?!" pattern ")"
-//   set     = "[" ["^"] { member ["-" member] } "]" | member
-//   member  = character | "\s" "\S" "\r" "\n" | "\p{L}", \p{Lu}, ... | "\" character
-// Groups take "?" at most and are atomic. The patterns are ours (a table below): they are trusted.
-typedef struct {
-    const Letter *text;
-    int end;                 // of the fragment; look-ahead sees it as the end of the text
-    struct { const char *set; Letter l; bool holds; } memo[512]; // sets already asked about letters
-} Re;
-
-static bool re_property(const char *name, int class) { // name: what follows "\p{"
-    static const char others[] = "MNPS"; // as in the enum, from UNI_M on
-    const char *other = strchr(others, *name);
-    if (other) return class == UNI_M + (int)(other - others);
-    if (name[1] == '}') return class <= UNI_LO; // \p{L}
-    return class == (name[1] == 'l' ? UNI_LL : strchr("ut", name[1]) ? UNI_LU : UNI_LO);
+// ---- NFC (Unicode Standard Annex 15): letters are taken apart, runs of marks sorted by combining
+// class, and what belongs together joined again; Hangul by arithmetic. Near-linear for any text.
+static uint64_t uni_find(const uint64_t *sorted, int n, uint64_t key) { // the first not below, or 0
+    int low = 0;
+    for (int high = n; low < high;) {
+        int mid = (low + high) / 2;
+        if (sorted[mid] < key) low = mid + 1;
+        else high = mid;
+    }
+    return low < n ? sorted[low] : 0;
 }
 
-// Is l the member at *p? Moves *p past it. *literal: its code point if it may begin a range, or 0.
-static bool re_member(const char **p, Letter l, uint32_t *literal) {
-    *literal = 0;
-    if (**p == '\\') {
-        char e = (*p)[1];
-        *p += 2;
-        if (e == 's') return letter_class(l) == UNI_SPACE;
-        if (e == 'S') return letter_class(l) != UNI_SPACE;
-        if (e == 'p') {
-            const char *name = *p + 1;
-            *p = strchr(name, '}') + 1;
-            return re_property(name, letter_class(l));
+static uint32_t uni_join(const Unicode *u, uint64_t a, uint64_t b) { // what a and b make, or 0
+    if (a - 0x1100 < 19 && b - 0x1161 < 21)
+        return (uint32_t)(0xAC00 + ((a - 0x1100) * 21 + b - 0x1161) * 28);
+    if (a - 0xAC00 < 11172 && (a - 0xAC00) % 28 == 0 && b - 0x11A8 < 27)
+        return (uint32_t)(a + b - 0x11A7);
+    uint64_t found = uni_find(u->join, UNI_N_JOINS, a << 42 | b << 21);
+    return found >> 21 == (a << 21 | b) ? (uint32_t)found & UNI_CODE : 0;
+}
+
+// Appends the composed form of n letters.
+static void letters_compose(const Unicode *u, const Letter *text, int n, Str *out) {
+    Heap a = {0}, marks = {0};          // a: the letters taken apart; only an array here
+    for (int i = 0; i <= n; i++) {      // the last round enters a NUL, so that no mark waits
+        uint32_t piece[5] = {i < n ? text[i].code : 0};
+        int k = 0;
+        while (u->of[piece[k]] & UNI_SPLITS) { // the last piece is the first of the letter
+            uint64_t split = uni_find(u->split, UNI_N_SPLITS, (uint64_t)piece[k] << 42);
+            uint32_t second = split & UNI_CODE;
+            if (second) piece[k++] = second;
+            piece[k] = split >> 21 & UNI_CODE;
         }
-        *literal = e == 'n' ? '\n' : e == 'r' ? '\r' : (uint8_t)e;
-    } else *p += utf8_next(*p, 4, literal);
-    return *literal == letter_code(l);
+        a.p = grown(a.p, &a.cap, a.n + marks.n + 5, sizeof *a.p);
+        for (; k >= 0; k--) {
+            uint64_t ccc = u->of[piece[k]] >> UNI_CCC;
+            if (ccc) heap_push(&marks, ccc << 56 | (a.n + marks.n) << 21 | piece[k]);
+            else {
+                while (marks.n) a.p[a.n++] = heap_pop(&marks) & UNI_CODE;
+                a.p[a.n++] = piece[k];
+            }
+        }
+    }
+    size_t kept = 0, base = 0;          // base: the letter that what follows may join
+    uint64_t before = 0;                // combining class of the last one kept
+    for (size_t i = 0; i + 1 < a.n; i++) {
+        uint64_t c = a.p[i], ccc = u->of[c] >> UNI_CCC, joined = 0;
+        bool near = before < ccc || kept == base + 1; // else what stands between is in the way
+        if (near && u->of[c] & UNI_UNSTABLE) joined = uni_join(u, a.p[base], c);
+        if (joined) a.p[base] = joined;
+        else {
+            if (!ccc) base = kept;
+            before = ccc, a.p[kept++] = c;
+        }
+    }
+    for (size_t i = 0; i < kept; i++) utf8_put(out, (uint32_t)a.p[i]);
+    free(a.p), free(marks.p);
+}
+// ---- Re: a matcher for what pre-tokenisers use. Escapes begin with %, which C leaves alone.
+//   pattern = branch { "|" branch }                 the first branch that fits is taken
+//   branch  = { item [ "?" | "*" | "+" | "{n}" | "{n,m}" ] }
+//   item    = set | "(?:" pattern ")" | "(?=" pattern ")" | "(?!" pattern ")" | "(?<!" set ")"
+//   set     = "[" ["^"] { member ["-" member] } "]" | member
+//   member  = character | "%" letter of re_classes | "%" other character
+// A group gives nothing back of what it took. The patterns are ours (a table below): trusted.
+typedef struct {
+    const Letter *text;
+    int begin, end;          // of the fragment; look-around sees no more of the text
+} Re;
+
+#define BIT(class) (1 << UNI_##class)
+static const uint16_t re_classes[128] = {                   // \p{L} is %L here, \s is %s, ...
+    ['L'] = BIT(LU) | BIT(LL) | BIT(LO) | BIT(HAN), ['M'] = BIT(M), ['N'] = BIT(N), ['P'] = BIT(P),
+    ['Y'] = BIT(S), ['U'] = BIT(LU), ['l'] = BIT(LL),       // symbols; upper case; lower case
+    ['o'] = BIT(LO) | BIT(HAN), ['h'] = BIT(HAN), ['x'] = BIT(LO), // other letters, Han, not Han
+    ['s'] = BIT(SPACE), ['S'] = 0xFFFF & ~BIT(SPACE),
+};
+#undef BIT
+
+// Is l the member at *p? Moves *p past it. *literal: its code if it may begin a range, or 0.
+static bool re_member(const char **p, Letter l, uint32_t *literal) {
+    bool escape = **p == '%';
+    uint16_t classes = escape ? re_classes[(uint8_t)(*p)[1]] : 0;
+    *p += escape, *literal = 0;
+    if (classes) return (*p)++, classes >> l.class & 1;
+    *p += utf8_next(*p, 4, literal);
+    return *literal == l.code;
 }
 
 static bool re_set(const char *p, Letter l) { // does the set at p hold l?
@@ -3468,35 +3646,23 @@ static bool re_set(const char *p, Letter l) { // does the set at p hold l?
     if (*p != '[') return re_member(&p, l, &lo);
     bool negated = *++p == '^', hit = false;
     if (negated) p++;
-    while (*p != ']') {
-        hit |= re_member(&p, l, &lo);
+    while (*p != ']' && !hit) {
+        hit = re_member(&p, l, &lo);
         if (*p == '-' && lo) {
             p++, hit |= re_member(&p, l, &hi);
-            hit |= letter_code(l) >= lo && letter_code(l) <= hi;
+            hit |= l.code >= lo && l.code <= hi;
         }
     }
     return hit != negated;
 }
 
-static bool re_holds(Re *r, const char *p, Letter l) { // the same from memory: half the time
-    size_t i = ((uint32_t)(uintptr_t)p * 0x9E3779B1u ^ l * 0x85EBCA6Bu) >> 23;
-    if (r->memo[i].set != p || r->memo[i].l != l) {
-        r->memo[i].set = p, r->memo[i].l = l;
-        r->memo[i].holds = re_set(p, l);
-    }
-    return r->memo[i].holds;
-}
-
 static const char *re_skip(const char *p) { // the end of the item at p
     uint32_t code;
-    if (*p == '\\') return p[1] == 'p' ? strchr(p, '}') + 1 : p + 2;
-    if (*p != '[' && *p != '(') return p + utf8_next(p, 4, &code);
-    if (*p == '(') {
-        for (p++; *p != ')';) p = re_skip(p);
-    } else
-        do p = strchr(p + 1, ']'); // the sets are long: strchr is what makes this fast
-        while (p[-1] == '\\');
-    return p + 1;
+    char end = *p == '[' ? ']' : *p == '(' ? ')' : 0;
+    p += *p == '%';
+    p += utf8_next(p, 4, &code);
+    while (end && *p != end) p = end == ')' ? re_skip(p) : p + 1 + (*p == '%');
+    return p + (end != 0);
 }
 
 static int re_match(Re *r, const char *p, int i);
@@ -3505,17 +3671,25 @@ static int re_match(Re *r, const char *p, int i);
 static int re_branch(Re *r, const char *p, int i) {
     if (!*p || *p == '|' || *p == ')') return i;
     const char *q = re_skip(p);
-    bool optional = *q == '?' || *q == '*', repeated = *q == '*' || *q == '+';
-    q += optional || repeated;
-    if (*p == '(') {
-        int j = re_match(r, p + 3, i);
-        if (p[2] == '!') return j < 0 ? re_branch(r, q, i) : -1;
-        int end = j < 0 ? -1 : re_branch(r, q, j);
-        return end < 0 && optional ? re_branch(r, q, i) : end;
-    }
+    int least = *q != '?' && *q != '*', most = *q == '*' || *q == '+' ? INT_MAX : 1;
     int j = i, end = -1;
-    while (j < r->end && (repeated || j == i) && re_holds(r, p, r->text[j])) j++;
-    for (; j >= i + !optional && end < 0; j--) end = re_branch(r, q, j); // gives back one by one
+    if (*q == '{') {
+        char *rest;
+        least = most = (int)strtol(q + 1, &rest, 10);
+        if (*rest == ',') most = (int)strtol(rest + 1, &rest, 10);
+        q = rest + 1;
+    } else q += !least || most > 1;
+    if (*p == '(' && p[2] == '<')
+        return i > r->begin && re_set(p + 4, r->text[i - 1]) ? -1 : re_branch(r, q, i);
+    if (*p == '(' && p[2] != ':')
+        return (re_match(r, p + 3, i) >= 0) == (p[2] == '=') ? re_branch(r, q, i) : -1;
+    if (*p == '(') {
+        int n = 0;
+        for (; n < most && (j = re_match(r, p + 3, i)) > i; n++) i = j;
+        return n < least ? -1 : re_branch(r, q, i);
+    }
+    while (j < r->end && j - i < most && re_set(p, r->text[j])) j++;
+    for (; j >= i + least && end < 0; j--) end = re_branch(r, q, j); // gives back one by one
     return end;
 }
 
@@ -3535,7 +3709,7 @@ static void re_cut(const char *const *patterns, const Letter *text, int n, uint8
         Re r = {.text = text};
         for (int i = 0; i < n;) {
             const uint8_t *next = memchr(cut + i + 1, 1, (size_t)(n - i - 1));
-            r.end = next ? (int)(next - cut) : n;
+            r.begin = i, r.end = next ? (int)(next - cut) : n;
             while (i < r.end) {
                 int end = re_match(&r, *patterns, i);
                 if (end > i) cut[i] = cut[end] = 1; // cut has n + 1 places
@@ -3546,55 +3720,100 @@ static void re_cut(const char *const *patterns, const Letter *text, int n, uint8
 }
 
 // ---- the expressions, as their authors wrote them (llama.cpp: src/llama-vocab.cpp and the models'
-// tokenizer.json), but for two spellings: "(?i:'s)" is "'[sS]" here, and \p{N}{1,3} this:
-#define RE_UP_TO_3 "\\p{N}\\p{N}?\\p{N}?"
+// tokenizer.json), but for some spellings: "(?i:'s)" is "'[sS]" here, "$" is "(?![%s%S])", a long
+// list of cased letters a shorter one that holds the same, and what can only match where a run
+// begins says so with "(?<!", lest long runs take quadratic time.
 #define RE_ENDINGS "(?:'[sS\u017ftTmMdD]|'[rR][eE]|'[vV][eE]|'[lL][lL])"
-#define RE_SPACES "\\s+(?!\\S)|\\s+"
-#define RE_GPT2 "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|" RE_SPACES
-#define RE_WORDS(numbers) RE_ENDINGS "|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|" numbers \
-    "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|" RE_SPACES
-#define RE_UPPER "[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]"
-#define RE_LOWER "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]"
-#define RE_CASED(endings, numbers) \
-    "[^\\r\\n\\p{L}\\p{N}]?" RE_UPPER "*" RE_LOWER "+" endings "|" \
-    "[^\\r\\n\\p{L}\\p{N}]?" RE_UPPER "+" RE_LOWER "*" endings "|" \
-    numbers "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|" RE_SPACES
+#define RE_SPACES "|%s+(?!%S)|%s+"
+#define RE_LINES "|%s*[\r\n]+" RE_SPACES
+#define RE_TAIL "[\r\n]*" RE_LINES
+#define RE_MARKS "| ?[^%s%L%N]+"
+#define RE_GPT2 "'s|'t|'re|'ve|'m|'ll|'d| ?%L+| ?%N+" RE_MARKS RE_SPACES
+#define RE_WORDS(numbers) "[^\r\n%L%N]?%L+|" numbers RE_MARKS
+#define RE_LLAMA3(numbers) RE_ENDINGS "|" RE_WORDS(numbers) RE_TAIL
+#define RE_CASED(any, endings, numbers) \
+    "[^\r\n%L%N]?[%U" any "]*[%l" any "]+" endings \
+    "|[^\r\n%L%N]?[%U" any "]+[%l" any "]*" endings "|" numbers RE_MARKS
+#define RE_GPT4O(numbers) RE_CASED("%o%M", RE_ENDINGS "?", numbers) "[\r\n/]*" RE_LINES
+#define RE_DEEPSEEK "[!\"#$%%&'()*+,%-./:;<=>?@%[\\%]^_`{|}~][A-Za-z]+" \
+    "|[^\r\n%L%P%Y]?[%L%M]+| ?[%P%Y]+"
+#define RE_KANA "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+#define RE_CJK "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+#define RE_BLOOM " ?[^(%s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+#define RE_THREES(after) "(?<!%N)%N{1,2}(?=(?:%N{3})+(?!" after "))", "%N{1,3}" // from the right
+
+enum { PRE_WHOLE = 1,            // a word that is a token is taken whole, whatever its merges
+       PRE_BOS = 2,              // BOS in front, unless the file says otherwise
+       PRE_NFC = 4,              // the text is composed first
+       PRE_PLAIN = 8 };          // tokens are plain text with U+2581 for spaces, no mapped bytes
 
 typedef struct Pretok {
     const char *names;           // values of tokenizer.ggml.pre, separated by spaces
-    bool ignore_merges;          // a word that is a token is taken whole
-    bool add_bos;                // unless the file says otherwise
-    const char *patterns[6];     // applied one after the other
+    int flags;                   // PRE_
+    const char *patterns[7];     // applied one after the other
 } Pretok;
 
 // To add a pre-tokeniser: one row. 1. Find `pre` in the file (run -m info) and the expressions in
-// its tokenizer.json. 2. Write them here, each backslash twice; a new escape or group goes into
-// re_member or re_branch. 3. Add texts with the ids of the tokenizers library to tests/.
+// its tokenizer.json. 2. Write them here, % for the backslash; a new class goes into re_classes, a
+// new group into re_branch. 3. Add texts with the ids of the tokenizers library to tests/.
 static const Pretok pretok[] = {
-    {"default", false, false,
-     {"[\\p{P}\\$\\+<=>\\^~\\|]+", RE_GPT2, "\\p{N}+", "[0-9][0-9][0-9]"}},
-    {"gpt-2 phi-2 mpt olmo jais roberta-bpe modern-bert gigachat mellum exaone4 granite-docling",
-     false, false, {RE_GPT2}},
-    {"smollm starcoder refact command-r codeshell exaone minerva-7b", false, false,
-     {"\\p{N}", RE_GPT2}},
-    {"llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2", true, true,
-     {RE_WORDS(RE_UP_TO_3)}},
+    {"default", 0, {"[%P$+<=>^~|]+", RE_GPT2, "%N+", "[0-9][0-9][0-9]"}},
+    {"gpt-2 phi-2 mpt olmo jais jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code "
+     "roberta-bpe modern-bert gigachat a.x-4.0 mellum exaone4 trillion granite-docling", 0,
+     {RE_GPT2}},
+    {"smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", 0, {"%N", RE_GPT2}},
+    {"falcon", 0, {"[%P$+<=>^~|`]+", RE_GPT2, "[0-9][0-9][0-9]"}},
+    {"chameleon", PRE_BOS,
+     {"<sentinel:[0-9]+>", "IMGIMG[A-I]{1,4}Z", "[\t\n]|    |  ", "%N", "[%P!-/:-@%[-`{-~]",
+      RE_GPT2}},
+    {"poro-chat bloom gpt3-finnish", 0, {RE_BLOOM}},
+    {"viking", 0, {RE_BLOOM, "%N"}},
+    {"llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2 midm-2.0 jina-v5-nano",
+     PRE_WHOLE | PRE_BOS, {RE_LLAMA3("%N{1,3}")}},
     // converters give these names to copies of Llama 3 as well, whose authors' code ignores merges
-    {"smaug-bpe dbrx chatglm-bpe glm4 glm5", true, false, {RE_WORDS(RE_UP_TO_3)}},
-    {"qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan grok-2", false, false, {RE_WORDS("\\p{N}")}},
-    {"qwen35", false, false,
-     {RE_ENDINGS "|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}"
-      "| ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|" RE_SPACES}},
-    {"deepseek-coder", false, false,
-     {"[\\r\\n]", "\\s?\\p{L}+", "\\s?\\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
-      "\\p{N}"}},
-    {"deepseek-v3 hunyuan-dense joyai-llm hy_v4", false, false,
-     {RE_UP_TO_3, "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-      "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?"
-      "[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|" RE_SPACES}},
-    {"tekken", true, true, {RE_CASED("", "\\p{N}")}},
-    {"gpt-4o llama4 kanana2 minimax-m2", false, false, {RE_CASED(RE_ENDINGS "?", RE_UP_TO_3)}},
-    {"falcon", false, false, {"[\\p{P}\\$\\+<=>\\^~\\|`]+", RE_GPT2, "[0-9][0-9][0-9]"}},
+    {"smaug-bpe dbrx chatglm-bpe glm4 glm5", PRE_WHOLE, {RE_LLAMA3("%N{1,3}")}},
+    {"minicpm5", PRE_WHOLE, {"%N{1,3}", RE_LLAMA3("%N+")}},
+    {"jais-2", 0,
+     {RE_ENDINGS "|" RE_WORDS("%N{1,3}") "[\r\n]*|%s*[\r\n]+|%s{512}(?!%S)|%s{256}(?!%S)"
+      "|%s{128}(?!%S)|%s{64}(?!%S)|%s{32}(?!%S)|%s{16}(?!%S)|%s{8}(?!%S)|%s{4}(?!%S)"
+      "|%s{1,2}(?!%S)|%s"}},
+    {"qwen2 f2llmv2", PRE_NFC, {RE_LLAMA3("%N")}},
+    {"deepseek-r1-qwen megrez stablelm2 hunyuan kormo solar-open grok-2", 0, {RE_LLAMA3("%N")}},
+    {"qwen35", PRE_NFC, {RE_ENDINGS "|[^\r\n%L%N]?[%L%M]+|%N| ?[^%s%L%M%N]+" RE_TAIL}},
+    {"ufakzeka", 0, {RE_WORDS("%N") RE_TAIL}},
+    {"seed-coder", 0, {RE_ENDINGS "|" RE_WORDS("%N") RE_LINES}},
+    {"laguna", 0, {"[^\n]+|\n+", RE_LLAMA3("%N")}},
+    {"bailingmoe bailingmoe2 llada-moe", 0,
+     {RE_ENDINGS "|" RE_WORDS("%N") "[\r\n]*|%s*[\r\n]" RE_SPACES}},
+    {"exaone-moe", 0,
+     {RE_ENDINGS "|[^\r\n%L%N]?(?:%L%M*(?: %L%M*)*)+|%N" RE_MARKS "[\r\n/]?|%s*[\r\n]" RE_SPACES}},
+    {"tekken", PRE_WHOLE | PRE_BOS,
+     {RE_CASED("%o%M", "", "%N") "[\r\n/]*" RE_LINES}},
+    {"gpt-4o llama4 kanana2 talkie minimax-m2 granite-embed-multi-97m", PRE_WHOLE,
+     {RE_GPT4O("%N{1,3}")}},
+    {"tiny_aya cohere2moe", 0, {RE_THREES("[%L%M%N_]"), RE_GPT4O("%N{1,3}")}},
+    {"kimi-k2", 0,
+     {"[%h\u2e80-\u2fd5\u3007\u3021-\u3029\u3038-\u303a]+|"
+      RE_CASED("%x%M", RE_ENDINGS "?", "%N{1,3}") RE_TAIL}},
+    {"youtu", PRE_WHOLE,
+     {"[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c"
+      "\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|" RE_KANA, RE_GPT4O("%N")}},
+    {"superbpe", 0, {RE_THREES("%N")}},
+    {"deepseek-llm", 0,
+     {"[\r\n]", "%s?(?:[A-Za-z]+|(?![\u0560-\u0588\u10c6-\u10ff\u1c80-\u1c8a\u2d00-\u2d2d"
+      "\ua790-\uab68\U00010570-\U000105bc\U00010d50-\U00010d85\U00016e40-\U00016e7f"
+      "\U0001d400-\U0001df2a])[%U%l])+",
+      "%s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+      "(?<!%s)%s+(?![%s%S])", RE_CJK, "%N+"}},
+    {"deepseek-coder", 0, {"[\r\n]", "%s?%L+", "%s?%P+", RE_CJK, "%N"}},
+    {"deepseek-v3 hunyuan-dense joyai-llm hy_v4", 0,
+     {"%N{1,3}", RE_KANA, RE_DEEPSEEK RE_TAIL}},
+    {"spark2_5", 0, {"%N{1,3}", RE_KANA, RE_DEEPSEEK "|[\r\n]" RE_SPACES, "%N"}},
+    {"afmoe", 0,
+     {RE_THREES("%N"), "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff"
+      "\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f"
+      "\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+", RE_DEEPSEEK RE_TAIL}},
+    {"gemma4 sarvam-moe granite-embed-multi-311m", PRE_PLAIN, {0}},
 };
 
 static const Pretok *pretok_find(Span name) { // NULL if there is none
@@ -3618,15 +3837,6 @@ static const Pretok *pretok_find(Span name) { // NULL if there is none
  * that is always valid UTF-8.
  */
 typedef struct { int32_t *p; size_t n, cap; } Ids;
-
-static void *grown(void *p, size_t *cap, size_t n, size_t size) { // p with room for n items
-    if (n <= *cap) return p;
-    size_t new_cap = MAX(n, 2 * *cap + 64);
-    p = new_cap > PTRDIFF_MAX / size ? NULL : realloc(p, new_cap * size);
-    if (!p) die("out of memory: %zu times %zu bytes", new_cap, size);
-    *cap = new_cap;
-    return p;
-}
 
 static void ids_add(Ids *ids, int id) {
     ids->p = grown(ids->p, &ids->cap, ids->n + 1, sizeof *ids->p);
@@ -3662,31 +3872,29 @@ static int code_to_byte(uint32_t c) { // or -1
     return c <= 288 ? (int)c - 256 : c <= 322 ? (int)c - 162 : c == 323 ? 173 : -1;
 }
 
-static bool bar_at(const char *p, size_t n) { return n >= 3 && !memcmp(p, TOK_BAR, 3); }
+static bool span_at(Span s, size_t i, Span part) { // does part stand at byte i of s?
+    return part.n <= s.n - i && s.p[i] == *part.p && !memcmp(s.p + i, part.p, part.n);
+}
+
 static Span tok_space(const Vocab *v) { return v->bin ? SPAN(" ") : SPAN(TOK_BAR); }
 static Span tok_spelling(const Vocab *v, int id) { return v->text[id]; }
 
 // ---- building one
-static void vocab_new(Vocab *v, int size) {
+static void vocab_new(Vocab *v, int size, bool scores) {
     v->size = size;
     v->text = xalloc((size_t)size, sizeof *v->text);
     v->type = xalloc((size_t)size, sizeof *v->type);
     v->stop = xalloc((size_t)size, sizeof *v->stop);
-    if (v->kind == VOCAB_SPM) v->score = xalloc((size_t)size, sizeof *v->score);
+    if (scores) v->score = xalloc((size_t)size, sizeof *v->score);
 }
 
-// Enters the texts; for SentencePiece, finds the byte tokens and what stands before spaces.
+// Enters the texts; for SentencePiece, finds the byte tokens.
 static void vocab_index(Vocab *v) {
-    Span space = tok_space(v);
     v->index = map_new((size_t)v->size);
     for (int id = 0; id < v->size; id++) {
         if (id + 16 < v->size) // the table is larger than the caches: ask for its lines early
             __builtin_prefetch(&v->index.slot[span_hash(v->text[id + 16]) & v->index.mask]);
         map_add(&v->index, v->text, (uint32_t)id);
-        Span s = v->text[id];
-        for (size_t i = 1; v->kind == VOCAB_SPM && i + space.n <= s.n; i++)
-            if (s.p[i] == space.p[0] && !memcmp(s.p + i, space.p, space.n))
-                v->glue[(uint8_t)s.p[i - 1]] = true;
     }
     for (int b = 0; b < 256 && v->kind == VOCAB_SPM; b++) {
         char text[8];
@@ -3694,6 +3902,24 @@ static void vocab_index(Vocab *v) {
         int id = tok_find_text(v, text);
         if (id >= 0 && v->type[id] == TYPE_NORMAL) v->type[id] = TYPE_BYTE;
         v->byte_id[b] = id >= 0 && v->type[id] == TYPE_BYTE ? id : NO_TOKEN;
+    }
+}
+
+// What encoding asks before it looks a text up: could a special token begin with these two bytes,
+// could a token join this byte to a space after it?
+static void vocab_hints(Vocab *v) {
+    Span space = tok_space(v);
+    v->longest = xalloc(1 << 16, 1);
+    for (int id = 0; id < v->size; id++) {
+        Span s = v->text[id];
+        for (size_t i = 1; v->kind == VOCAB_SPM && i < s.n; i++)
+            if (span_at(s, i, space)) v->glue[(uint8_t)s.p[i - 1]] = true;
+        int type = v->type[id];
+        bool special = type == TYPE_CONTROL || type == TYPE_UNKNOWN || type == TYPE_USER;
+        if (!special || !s.n || s.n > UINT8_MAX) continue;
+        int at = (uint8_t)s.p[0] << 8, end = at + 255;
+        if (s.n > 1) at = end = at | (uint8_t)s.p[1];
+        for (; at <= end; at++) v->longest[at] = (uint8_t)MAX(v->longest[at], s.n);
     }
 }
 
@@ -3742,70 +3968,53 @@ static void vocab_repair_scores(Vocab *v) {
         float score = v->score[id];
         if (v->type[id] == TYPE_NORMAL) low = MIN(low, score), high = MAX(high, score);
     }
-    if (low != high) return;
-    for (int id = 0; id < v->size; id++) {
+    for (int id = 0; id < v->size && low == high; id++) {
         Span s = v->text[id];
-        while (bar_at(s.p, s.n)) s.p += 3, s.n -= 3;
-        v->score[id] = s.n ? -(float)id : -1e9f;
+        size_t i = 0;
+        while (i < s.n && span_at(s, i, SPAN(TOK_BAR))) i += 3;
+        v->score[id] = i < s.n ? -(float)id : -1e9f;
     }
 }
 
-// Texts that end a reply (llama.cpp: src/llama-vocab.cpp). `</s>` is not among them: in Gemma's
-// files it is an HTML tag like others, so it ends a reply only where the file makes it control.
-static const char *const tok_ends[] = {
-    "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>", // gpt-oss: but these end no reply
+// Texts of control tokens, whatever a file calls them: no user can type them. From the fifth on
+// they end a reply (llama.cpp: src/llama-vocab.cpp). `</s>` is not among them: in Gemma's files it
+// is an HTML tag like others, so it ends a reply only where the file makes it control.
+static const char *const tok_controls[] = {
+    "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>", // gpt-oss
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>",
-    "<|return|>", "<|call|>", "<end_of_turn>", "<eos>", "<EOT>", "\u2581<EOT>", "[EOT]", "[EOS]",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "[PAD]",
-    "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<reponame>", "<|file_sep|>",
+    "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<turn|>", "<eos>",
+    "<EOT>", "\u2581<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<|tool_response>", "[e~[",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>",
+    "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
 };
-enum { TOK_NOT_ENDS = 4 };
 
-static void vocab_stop(Vocab *v, int id, bool stop) { // makes it control; does it end a reply too?
+static void vocab_control(Vocab *v, int id, bool stop) { // does it end a reply too?
     if (id >= 0) v->type[id] = TYPE_CONTROL, v->stop[id] |= stop;
 }
 
-// What the list names is control even where a file calls it user-defined: no user can type it.
-static void vocab_stops(Vocab *v) {
-    for (int i = 0; i < COUNT(tok_ends); i++)
-        vocab_stop(v, tok_find_text(v, tok_ends[i]), i >= TOK_NOT_ENDS);
+// Special ids by key and by text.
+static void vocab_specials(Vocab *v, const Gguf *g, Str *warnings) {
+    static const char *const names[] = {"unknown", "bos", "eos", "eot", "eom", "fim_pad", "fim_rep",
+                                        "fim_sep"};
+    int ids[COUNT(names)];
+    for (int i = 0; i < COUNT(names); i++) {
+        char key[64];
+        snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", names[i]);
+        int64_t missing = v->score && i < 3 && i < v->size ? i : NO_TOKEN; // SentencePiece's own
+        int64_t id = gguf_int(g, key, INT64_MIN, INT64_MAX, missing);
+        ids[i] = id >= 0 && id < v->size ? (int)id : NO_TOKEN;
+        if (id != ids[i])
+            str_printf(warnings, "special token %" PRId64 " is ignored: %d tokens\n", id, v->size);
+        if (i) vocab_control(v, ids[i], i > 1);
+    }
+    v->unk = ids[0], v->bos = ids[1], v->eos = ids[2];
+    for (int i = 0; i < COUNT(tok_controls); i++)
+        vocab_control(v, tok_find_text(v, tok_controls[i]), i >= 4);
     int s = tok_find_text(v, "</s>"), end = tok_find_text(v, "<|end|>");
     if (s >= 0 && v->type[s] == TYPE_CONTROL) v->stop[s] = true;
     bool harmony = tok_find_text(v, "<|return|>") >= 0 && tok_find_text(v, "<|call|>") >= 0;
-    if (harmony && end >= 0 && end != v->eos) v->stop[end] = false; // gpt-oss: ends one message
-}
-
-static void vocab_specials(Vocab *v) {
-    for (int id = 0; id < v->size; id++) {
-        Span s = v->text[id];
-        int type = v->type[id];
-        if (type != TYPE_CONTROL && type != TYPE_UNKNOWN && type != TYPE_USER) continue;
-        if (!s.n || s.n > UINT8_MAX) continue;
-        uint8_t *longest = &v->longest[(uint8_t)s.p[0]];
-        *longest = (uint8_t)MAX(*longest, s.n), v->special_length[s.n] = true;
-    }
-}
-
-static int vocab_id(const Vocab *v, const Gguf *g, const char *name, int missing, Str *warnings) {
-    char key[64];
-    snprintf(key, sizeof key, "tokenizer.ggml.%s_token_id", name);
-    int64_t id = gguf_int(g, key, INT64_MIN, INT64_MAX, -1);
-    if (id == -1) return missing < v->size ? missing : NO_TOKEN;
-    if (id >= 0 && id < v->size) return (int)id;
-    str_printf(warnings, "special token %" PRId64 " is ignored: %d tokens\n", id, v->size);
-    return NO_TOKEN;
-}
-
-static void vocab_ids(Vocab *v, const Gguf *g, Str *warnings) {
-    static const char *const ends[] = {"eot", "eom", "fim_pad", "fim_rep", "fim_sep"};
-    bool spm = v->kind == VOCAB_SPM; // gpt2's built-in ids (11) fit no vocabulary: left out
-    v->bos = vocab_id(v, g, "bos", spm ? 1 : NO_TOKEN, warnings);
-    v->eos = vocab_id(v, g, "eos", spm ? 2 : NO_TOKEN, warnings);
-    v->unk = vocab_id(v, g, "unknown", spm ? 0 : NO_TOKEN, warnings);
-    vocab_stop(v, v->eos, true);
-    for (int i = 0; i < COUNT(ends); i++)
-        vocab_stop(v, vocab_id(v, g, ends[i], NO_TOKEN, warnings), true);
-    vocab_stop(v, v->bos, false);
+    bool solar = tok_find_text(v, "<|flush|>") >= 0 && tok_find_text(v, "<|calls|>") >= 0;
+    if ((harmony || solar) && end >= 0 && end != v->eos) v->stop[end] = false; // of one message
 }
 
 // Warnings are appended, one line each. Texts stay in the file.
@@ -3818,42 +4027,41 @@ static void vocab_from_gguf(Vocab *v, const Gguf *g, Str *warnings) {
     uint64_t n_types = gguf_array(g, "tokenizer.ggml.token_type", GGUF_I32, &types);
     *v = (Vocab){.bos = NO_TOKEN, .eos = NO_TOKEN, .unk = NO_TOKEN};
     if (span_is(model, "no_vocab") || span_is(model, "none") || (!model.n && !n)) return;
-    v->kind = span_is(model, "llama") ? VOCAB_SPM : VOCAB_BPE;
-    if (v->kind == VOCAB_BPE && !span_is(model, "gpt2"))
-        die("%s: tokenizer.ggml.model is \"%.*s\", expected llama or gpt2", g->r->name,
+    bool spm = span_is(model, "llama"), gemma4 = span_is(model, "gemma4");
+    if (!spm && !gemma4 && !span_is(model, "gpt2"))
+        die("%s: tokenizer.ggml.model is \"%.*s\", expected llama, gpt2 or gemma4", g->r->name,
             SHOWN(model));
     if (!n || n > 1 << 28 || n_merges > 1 << 30 || (n_scores && n_scores != n)
         || (n_types && n_types != n))
-        die("%s: a vocabulary of %" PRIu64 " tokens, %" PRIu64 " merges, %" PRIu64
-            " scores, %" PRIu64 " token types",
+        die("%s: %" PRIu64 " tokens, %" PRIu64 " merges, %" PRIu64 " scores, %" PRIu64 " types",
             g->r->name, n, n_merges, n_scores, n_types);
-    vocab_new(v, (int)n);
+    v->pre = spm ? NULL : pretok_find(gemma4 ? model : pre);
+    if (!spm && !v->pre) {
+        v->pre = &pretok[0];
+        str_printf(warnings, "pre-tokenizer \"%.*s\" is unknown: \"default\" is used instead, many "
+                   "texts may get wrong ids\n", SHOWN(pre));
+    }
+    int flags = spm ? PRE_PLAIN | PRE_BOS : v->pre->flags;
+    v->kind = flags & PRE_PLAIN ? VOCAB_SPM : VOCAB_BPE;
+    vocab_new(v, (int)n, spm);
     for (int id = 0; id < v->size; id++) {
         v->text[id] = rd_string(&tokens);
         uint32_t type = n_types ? (uint32_t)rd_uint(&types, 4) : TYPE_NORMAL;
         v->type[id] = type && type < TYPE_BYTE ? (uint8_t)type : TYPE_NORMAL; // see vocab_index
-        const uint8_t *score = n_scores ? rd_bytes(&scores, 4) : NULL;
-        if (score && v->score) v->score[id] = f32_at(score);
+        if (spm && n_scores) v->score[id] = f32_at(rd_bytes(&scores, 4));
     }
-    rd_check(&tokens), rd_check(&types), rd_check(&scores);
+    rd_check(&tokens);
     vocab_index(v);
-    vocab_ids(v, g, warnings);
-    vocab_stops(v);
-    vocab_specials(v);
-    if (v->kind == VOCAB_SPM) vocab_repair_scores(v);
-    else {
-        vocab_read_merges(v, merges, n_merges);
-        v->pre = pretok_find(pre), v->uni = uni_new();
-        if (!v->pre && (pre.n || n_merges))
-            str_printf(warnings, "pre-tokenizer \"%.*s\" is unknown: \"default\" is used instead, "
-                       "many texts may get wrong ids\n", SHOWN(pre));
-        if (!v->pre) v->pre = &pretok[0];
-    }
+    vocab_specials(v, g, warnings);
+    vocab_hints(v);
+    if (spm) vocab_repair_scores(v);
+    else vocab_read_merges(v, merges, n_merges);
+    if (v->kind == VOCAB_BPE) v->uni = uni_new();
     int add_bos = gguf_bool(g, "tokenizer.ggml.add_bos_token");
-    v->add_bos = add_bos >= 0 ? add_bos : !v->pre || v->pre->add_bos;
+    v->add_bos = gemma4 || (add_bos < 0 ? flags & PRE_BOS : add_bos);
     v->add_eos = gguf_bool(g, "tokenizer.ggml.add_eos_token") > 0;
-    v->space_prefix = v->kind == VOCAB_SPM && gguf_bool(g, "tokenizer.ggml.add_space_prefix") != 0;
-    v->strip_after = v->kind == VOCAB_SPM && tok_find_text(v, "<|placeholder1|>") >= 0; // Phi-3
+    v->space_prefix = spm && gguf_bool(g, "tokenizer.ggml.add_space_prefix") != 0;
+    v->strip_after = spm && tok_find_text(v, "<|placeholder1|>") >= 0; // Phi-3
 }
 
 // llama2.c's tokenizer.bin: u32 longest, then for each token f32 score, i32 length, bytes. How many
@@ -3861,7 +4069,7 @@ static void vocab_from_gguf(Vocab *v, const Gguf *g, Str *warnings) {
 // newlines around them for display, which tok_piece puts back.
 static void vocab_from_bin(Vocab *v, Reader *r, int vocab_size) {
     *v = (Vocab){.kind = VOCAB_SPM, .bin = true, .add_bos = true, .space_prefix = true};
-    vocab_new(v, vocab_size);
+    vocab_new(v, vocab_size, true);
     uint64_t longest = rd_uint(r, 4), n = 0;
     for (; !r->error && r->at < r->size; n++) {
         const uint8_t *score = rd_bytes(r, 4);
@@ -3878,33 +4086,12 @@ static void vocab_from_bin(Vocab *v, Reader *r, int vocab_size) {
     if (n != (uint64_t)vocab_size)
         die("%s: holds %" PRIu64 " tokens, the model has %d", r->name, n, vocab_size);
     vocab_index(v);
-    vocab_specials(v);
+    vocab_hints(v);
     v->unk = 0, v->bos = vocab_size > 1 ? 1 : NO_TOKEN, v->eos = vocab_size > 2 ? 2 : NO_TOKEN;
-    if (v->eos >= 0) v->stop[v->eos] = true;
+    vocab_control(v, v->eos, true);
 }
 
 // ---- merging
-typedef struct { uint64_t *p; size_t n, cap; } Heap; // smallest first
-
-static void heap_push(Heap *h, uint64_t key) {
-    h->p = grown(h->p, &h->cap, h->n + 1, sizeof *h->p);
-    size_t i = h->n++;
-    for (; i && h->p[(i - 1) / 2] > key; i = (i - 1) / 2) h->p[i] = h->p[(i - 1) / 2];
-    h->p[i] = key;
-}
-
-static uint64_t heap_pop(Heap *h) { // h->n > 0
-    uint64_t top = h->p[0], key = h->p[--h->n];
-    size_t i = 0, child;
-    for (; (child = 2 * i + 1) < h->n; i = child) {
-        if (child + 1 < h->n && h->p[child + 1] < h->p[child]) child++;
-        if (h->p[child] >= key) break;
-        h->p[i] = h->p[child];
-    }
-    h->p[i] = key;
-    return top;
-}
-
 typedef struct {             // the symbol that begins at this byte of the word
     uint32_t length, before; // bytes of it and of the one before it
     uint32_t order;          // of joining it with the next: smaller comes first
@@ -3930,7 +4117,7 @@ static void tok_pair(Encoder *e, Span word, uint32_t i) {
     if (i + s->length == word.n) return;
     int id = tok_find_piece(v, (Span){word.p + i, s->length + next->length});
     if (id < 0) return;
-    if (v->kind == VOCAB_SPM) {
+    if (v->score) {
         float order = 0.0f - v->score[id];
         memcpy(&s->order, &order, 4);
         s->order ^= s->order >> 31 ? 0xFFFFFFFF : 0x80000000; // bits that sort as the numbers do
@@ -3979,9 +4166,9 @@ static void tok_merge(Encoder *e, Span word) { // appends the ids of one word
 
 // A word whose own token merging arrives at takes that token at once; which words do is remembered:
 // prose twice as fast.
-static void tok_word(Encoder *e, Span word, bool ignore_merges) {
+static void tok_word(Encoder *e, Span word) {
     int id = tok_find_piece(e->v, word);
-    if (id >= 0 && (ignore_merges || e->whole[id] == 1)) {
+    if (id >= 0 && (e->whole[id] == 1 || (e->v->pre && e->v->pre->flags & PRE_WHOLE))) {
         ids_add(e->out, id);
         return;
     }
@@ -3999,39 +4186,39 @@ static void tok_spaced(Encoder *e, Span raw) {
     s->n = 0;
     if (v->space_prefix) str_add(s, space.p, space.n);
     for (size_t i = 0; i < raw.n; i++) {
-        bool bar = bar_at(raw.p + i, raw.n - i); // a space for SentencePiece
+        bool bar = span_at(raw, i, SPAN(TOK_BAR)); // a space for SentencePiece
         if (bar || raw.p[i] == ' ') str_add(s, space.p, space.n), i += bar ? 2 : 0;
         else str_add(s, raw.p + i, 1);
     }
-    for (size_t i = 1, from = 0; from < s->n; i++) {
-        const char *p = s->p + i;
-        bool cut = s->n - i >= space.n && !memcmp(p, space.p, space.n) && !v->glue[(uint8_t)p[-1]];
-        if (!cut && i < s->n) continue;
-        tok_word(e, (Span){s->p + from, i - from}, false);
+    Span text = {s->p, s->n};
+    for (size_t i = 1, from = 0; i <= text.n; i++) {
+        if (i < text.n && (v->glue[(uint8_t)text.p[i - 1]] || !span_at(text, i, space))) continue;
+        tok_word(e, (Span){text.p + from, i - from});
         from = i;
     }
 }
 
-// Text without special tokens. Byte-level BPE cuts it into words by `pre` and maps their bytes.
-static void tok_raw(Encoder *e, const char *from, const char *to) {
+// Byte-level BPE: cuts the text into words by `pre` and maps their bytes.
+static void tok_words(Encoder *e, Span raw, bool composed) {
     const Vocab *v = e->v;
-    Span raw = {from, (size_t)(to - from)};
-    if (!raw.n) return;
-    if (v->kind == VOCAB_SPM) {
-        tok_spaced(e, raw);
-        return;
-    }
     Letter *letter = xalloc(raw.n, sizeof *letter);
     uint8_t *cut = xalloc(raw.n + 1, 1);
-    int n = letters_from(letter, v->uni, raw);
+    int all, n = letters_from(letter, v->uni, raw, &all);
+    if (v->pre->flags & PRE_NFC && all & UNI_UNSTABLE && !composed) {
+        Str text = {0};
+        letters_compose(v->uni, letter, n, &text);
+        tok_words(e, (Span){text.p, text.n}, true);
+        str_free(&text);
+        n = 0;
+    }
     re_cut(v->pre->patterns, letter, n, cut);
     for (int i = 0; i < n;) {
         const char *p = raw.p;
-        do raw.p += letter_bytes(letter[i++]);
+        do raw.p += letter[i++].bytes;
         while (i < n && !cut[i]);
         e->text.n = 0;
         for (; p < raw.p; p++) utf8_put(&e->text, byte_to_code((uint8_t)*p));
-        tok_word(e, (Span){e->text.p, e->text.n}, v->pre->ignore_merges);
+        tok_word(e, (Span){e->text.p, e->text.n});
     }
     free(letter), free(cut);
 }
@@ -4043,11 +4230,11 @@ enum { TOK_MAX_TEXT = INT32_MAX / 4 };  // bytes; a space can grow to three, off
 // The longest special token with which `rest` begins and that may match there, or NO_TOKEN. Control
 // and unknown tokens need TOK_SPECIAL and bytes of which none was `typed` by a user.
 static int special_at(const Vocab *v, Span rest, const uint8_t *typed, int flags) {
-    size_t longest = MIN(rest.n, v->longest[(uint8_t)rest.p[0]]), untyped = 0;
+    int at = (uint8_t)rest.p[0] << 8 | (rest.n > 1 ? (uint8_t)rest.p[1] : 0);
+    size_t longest = MIN(rest.n, v->longest[at]), untyped = 0;
     while (flags & TOK_SPECIAL && untyped < longest && !(typed && typed[untyped])) untyped++;
     for (size_t n = longest; n > 0; n--) {
-        int id = v->special_length[n] ? tok_find(v, (Span){rest.p, n}) : NO_TOKEN;
-        int type = id < 0 ? TYPE_NORMAL : v->type[id];
+        int id = tok_find(v, (Span){rest.p, n}), type = id < 0 ? TYPE_NORMAL : v->type[id];
         if (type == TYPE_USER) return id;
         if ((type == TYPE_CONTROL || type == TYPE_UNKNOWN) && n <= untyped) return id;
     }
@@ -4060,11 +4247,13 @@ static void tok_encode(const Vocab *v, Span text, const uint8_t *typed, int flag
     if (v->kind == VOCAB_NONE) die("the model has no tokenizer: give token ids (--ids)");
     if (text.n > TOK_MAX_TEXT) die("a text of %zu bytes; at most %d", text.n, TOK_MAX_TEXT);
     Encoder e = {.v = v, .out = out, .whole = xalloc((size_t)v->size, 1)};
-    size_t from = 0;
-    for (size_t i = 0; i < text.n; i++) {
-        int id = special_at(v, (Span){text.p + i, text.n - i}, typed ? typed + i : NULL, flags);
-        if (id < 0) continue;
-        tok_raw(&e, text.p + from, text.p + i);
+    for (size_t i = 0, from = 0; i <= text.n && text.n; i++) {
+        Span rest = {text.p + i, text.n - i}, raw = {text.p + from, i - from};
+        int id = rest.n ? special_at(v, rest, typed ? typed + i : NULL, flags) : NO_TOKEN;
+        if (id < 0 && rest.n) continue;
+        if (raw.n && v->kind == VOCAB_SPM) tok_spaced(&e, raw);
+        else if (raw.n) tok_words(&e, raw, false);
+        if (id < 0) break;
         ids_add(out, id);
         from = i + v->text[id].n;
         bool keep = id == v->bos || id == v->unk || span_is(v->text[id], "<|endoftext|>");
@@ -4072,7 +4261,6 @@ static void tok_encode(const Vocab *v, Span text, const uint8_t *typed, int flag
             while (from < text.n && isspace((unsigned char)text.p[from])) from++;
         i = from - 1;
     }
-    if (text.n) tok_raw(&e, text.p + from, text.p + text.n);
     free(e.symbol), free(e.heap.p), free(e.whole), str_free(&e.text);
 }
 
@@ -4087,27 +4275,20 @@ static void tok_piece(const Vocab *v, int id, int prev, Str *out) {
     if (id < 0 || id >= v->size) return; // rows that pad the embedding
     Span s = v->text[id], space = tok_space(v);
     int type = v->type[id];
-    if (type == TYPE_BYTE) str_add(out, &(char){(char)strtol(s.p + 3, NULL, 16)}, 1); // <0xHH>
-    else if (v->bin && type == TYPE_CONTROL)
-        str_add(out, "\n", 1), str_add(out, s.p, s.n), str_add(out, "\n", 1);
-    else if (type == TYPE_USER) str_add(out, s.p, s.n);
-    else if (type != TYPE_NORMAL && !v->bin) return;
-    else if (v->kind == VOCAB_SPM) {
-        bool first = v->space_prefix && (prev < 0 || prev == v->bos);
-        size_t i = first && s.n >= space.n && !memcmp(s.p, space.p, space.n) ? space.n : 0;
-        while (i < s.n) {
-            bool bar = bar_at(s.p + i, s.n - i);
-            str_add(out, bar ? " " : s.p + i, 1);
-            i += bar ? 3 : 1;
-        }
-    } else
-        for (uint32_t code; s.n;) {
-            size_t n = (size_t)utf8_next(s.p, s.n, &code);
-            int byte = code_to_byte(code);
-            if (byte >= 0) str_add(out, &(char){(char)byte}, 1);
-            else str_add(out, s.p, n);
-            s.p += n, s.n -= n;
-        }
+    bool around = v->bin && type == TYPE_CONTROL, first = prev < 0 || prev == v->bos;
+    if (type != TYPE_NORMAL && type != TYPE_USER && type != TYPE_BYTE && !v->bin) return;
+    if (type == TYPE_BYTE) str_add(out, &(char){(char)strtol(s.p + 3, NULL, 16)}, 1), s.n = 0;
+    if (around) str_add(out, "\n", 1);
+    if (v->space_prefix && first && type == TYPE_NORMAL && s.n && span_at(s, 0, space))
+        s.p += space.n, s.n -= space.n;
+    for (uint32_t code; s.n;) {
+        size_t n = (size_t)utf8_next(s.p, s.n, &code);
+        int byte = v->kind == VOCAB_BPE ? code_to_byte(code) : code == 0x2581 ? ' ' : -1;
+        if (byte >= 0 && type != TYPE_USER) str_add(out, &(char){(char)byte}, 1);
+        else str_add(out, s.p, n);
+        s.p += n, s.n -= n;
+    }
+    if (around) str_add(out, "\n", 1);
 }
 
 static void tok_name(const Vocab *v, int id, Str *out) { // control tokens show their texts
@@ -4155,9 +4336,9 @@ static Span stream_take(Stream *s, bool end) { // end: nothing waits any more
         const char *p = s->raw.p + at;
         int n = utf8_length(p, s->raw.n - at);
         if (!n && !end) break;
-        bool control = n > 0 && is_control(p) && *p != '\n' && *p != '\t';
+        bool hidden = s->terminal && n > 0 && is_control(p) && *p != '\n' && *p != '\t';
         at += (size_t)utf8_next(p, s->raw.n - at, &code);
-        utf8_put(&s->held, s->terminal && control ? 0xFFFD : code); // U+FFFD for invalid bytes too
+        utf8_put(&s->held, hidden || n < 1 ? 0xFFFD : code); // U+FFFD for invalid bytes
     }
     str_drop(&s->raw, at);
     str_drop(&s->held, s->shown);

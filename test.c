@@ -40,7 +40,7 @@ static void file_unmap(Reader *r) {
 
 static void vocab_free(Vocab *v) {
     free(v->text), free(v->type), free(v->score), free(v->index.slot), free(v->merge);
-    free(v->merge_of), free(v->uni), free(v->stop);
+    free(v->merge_of), free(v->uni), free(v->stop), free(v->longest);
     *v = (Vocab){0};
 }
 
@@ -675,49 +675,86 @@ static void test_kernels(void) {
 }
 
 // ---- tokenizers
-/* tests/tokens.txt: "VOCAB PRE FLAGS hextext id id ...". VOCAB: bpe (tests/bpe.gguf), story, llama2
- * (tokenizer.bin). FLAGS: - none, b: with BOS, s: control tokens count, n: needs NFC, u: has
+/* tests/tokens.txt, pretok.txt: "VOCAB PRE FLAGS hextext id id ...". VOCAB: bpe (tests/bpe.gguf), story, llama2
+ * (tokenizer.bin). FLAGS: - none, b: with BOS, s: control tokens count, n: NFC changes it, u: has
  * U+2581, which SentencePiece takes for a space. */
+// Are these the ids of a text, and do they give it back? FLAGS as above; r: only the latter counts.
+static void check_ids(const Vocab *v, const char *name, Span flags, Span hex, Span want) {
+    Str text = unhex(hex), back = {0};
+    Ids ids = {0};
+    if (memchr(flags.p, 'b', flags.n)) ids_add(&ids, v->bos);
+    tok_encode(v, (Span){text.p, text.n}, NULL, memchr(flags.p, 's', flags.n) ? TOK_SPECIAL : 0,
+               &ids);
+    bool same = true;
+    size_t n = 0;
+    for (Span rest = want; rest.n; n++) {
+        int id = number(next_word(&rest));
+        same &= n < ids.n && ids.p[n] == id;
+    }
+    if (flags.p[0] != 'r') check(same && n == ids.n, "%s: other ids for %.*s", name, SHOWN(hex));
+    str_add(&back, "", 0);
+    for (size_t i = 0; i < ids.n; i++) tok_piece(v, ids.p[i], i ? ids.p[i - 1] : -1, &back);
+    if (flags.p[0] == '-' || flags.p[0] == 'r')
+        check(back.n == text.n && !memcmp(back.p, text.p, text.n),
+              "%s: decode(encode(x)) is not x: %.*s", name, SHOWN(hex));
+    free(ids.p), str_free(&text), str_free(&back);
+}
+
+// Classes of all code points and what NFC makes of each, alone and with others: one number, which
+// tests/unicode.py computes from Python's tables.
+static void check_unicode(void) {
+    static const uint32_t before[4][2] = {{0}, {0}, {'a', 0x30A}, {0xAC00}};
+    static const uint32_t after[4][3] = {{0}, {0x345, 0x301, 0x323}};
+    Unicode *u = uni_new();
+    uint64_t digest = 0;
+    for (uint32_t c = 0; c < UNI_COUNT; c++) {
+        if (c >= 0xD800 && c < 0xE000) continue;
+        digest = digest * 1000003 + (u->of[c] & 15);
+        for (int k = 0; k < 4; k++) {
+            Letter text[6];
+            int n = 0;
+            for (int i = 0; i < 2 && before[k][i]; i++) text[n++].code = before[k][i];
+            text[n++].code = c;
+            for (int i = 0; i < 3 && after[k][i]; i++) text[n++].code = after[k][i];
+            Str out = {0};
+            letters_compose(u, text, n, &out);
+            for (size_t at = 0; at < out.n;) {
+                uint32_t code;
+                at += (size_t)utf8_next(out.p + at, out.n - at, &code);
+                digest = digest * 1000003 + code;
+            }
+            str_free(&out);
+        }
+    }
+    check(digest == 0xA0B2D442FC8A7C2, "Unicode tables: digest 0x%" PRIX64, digest);
+    free(u);
+}
+
 static void test_tokens(void) {
+    static const char *const files[] = {"tokens.txt", "pretok.txt"};
+    check_unicode();
     Model bpe = {0}, story = {0};
     model_open(&bpe, file_map("tests/bpe.gguf"), NULL, NEED_VOCAB);
     model_open(&story, file_map("models/story.gguf"), NULL, NEED_VOCAB);
     Vocab llama2 = {0};
-    Reader bin = file_map("tokenizer.bin"), r = fixture("tokens.txt");
+    Reader bin = file_map("tokenizer.bin");
     vocab_from_bin(&llama2, &bin, 32000);
-    int cases = 0, nfc = 0;
-    for (Span line; next_line(&r, &line);) {
-        Span vocab = next_word(&line), pre = next_word(&line), flags = next_word(&line);
-        Vocab *v = span_is(vocab, "bpe")     ? &bpe.vocab
-                   : span_is(vocab, "story") ? &story.vocab
-                                             : &llama2;
-        if (memchr(flags.p, 'n', flags.n)) { nfc++; continue; }
-        if (v == &bpe.vocab) v->pre = pretok_find(pre);
-        Str text = unhex(next_word(&line));
-        Ids ids = {0};
-        if (memchr(flags.p, 'b', flags.n)) ids_add(&ids, v->bos);
-        tok_encode(v, (Span){text.p, text.n}, NULL, memchr(flags.p, 's', flags.n) ? TOK_SPECIAL : 0,
-                   &ids);
-        bool same = true;
-        size_t n = 0;
-        for (; line.n; n++) {
-            int want = number(next_word(&line));
-            same &= n < ids.n && ids.p[n] == want;
+    int cases = 0;
+    for (int i = 0; i < COUNT(files); i++) {
+        Reader r = fixture(files[i]);
+        for (Span line; next_line(&r, &line); cases++) {
+            Span vocab = next_word(&line), pre = next_word(&line), flags = next_word(&line);
+            Vocab *v = span_is(vocab, "bpe")     ? &bpe.vocab
+                       : span_is(vocab, "story") ? &story.vocab
+                                                 : &llama2;
+            if (v == &bpe.vocab) v->pre = pretok_find(pre);
+            Span hex = next_word(&line);
+            check_ids(v, v == &bpe.vocab ? v->pre->names : "spm", flags, hex, line);
         }
-        check(same && n == ids.n, "%.*s %.*s: %s", (int)vocab.n, vocab.p, (int)pre.n, pre.p,
-              text.p);
-        Str back = {0};
-        str_add(&back, "", 0);
-        for (size_t i = 0; i < ids.n; i++) tok_piece(v, ids.p[i], i ? ids.p[i - 1] : -1, &back);
-        if (flags.p[0] == '-')
-            check(back.n == text.n && !memcmp(back.p, text.p, text.n),
-                  "decode(encode(x)) is not x: %s", text.p);
-        cases++;
-        free(ids.p), str_free(&text), str_free(&back);
+        file_unmap(&r);
     }
     printf("  %d texts\n", cases);
-    if (nfc) skip("texts that need NFC, which run.c does not do yet");
-    vocab_free(&llama2), file_unmap(&bin), file_unmap(&r), model_close(&bpe), model_close(&story);
+    vocab_free(&llama2), file_unmap(&bin), model_close(&bpe), model_close(&story);
 }
 
 // Hostile lengths: linear time, no deep stack, and back to the same text.
@@ -1264,6 +1301,68 @@ static void real_text(const Model *m, Span name, int n, double mean, Reader *ref
     session_free(s), free(ids.p), file_unmap(&text);
 }
 
+// models/real/vocab/NAME.gguf and NAME.ids: see tests/vocabs.py, which fetches and writes them.
+static void real_ids(const Vocab *v, const char *name) {
+    char path[120];
+    snprintf(path, sizeof path, "models/real/vocab/%s.ids", name);
+    Reader r = file_map(path);
+    int cases = 0, before = failed;
+    for (Span line; next_line(&r, &line); cases++) {
+        Span flags = next_word(&line), hex = next_word(&line);
+        check_ids(v, name, flags, hex, line);
+    }
+    printf("  %s: %d texts, %d wrong\n", name, cases, failed - before);
+    file_unmap(&r);
+}
+
+static bool real_there(const char *name, const char *suffix) {
+    char path[120];
+    snprintf(path, sizeof path, "models/real/vocab/%s.%s", name, suffix);
+    if (file_exists(path)) return true;
+    printf("  %s: ", path);
+    skip("not there (python tests/vocabs.py fetches it)");
+    return false;
+}
+
+static void test_real_tokens(void) {
+    static const char *const names[] = {
+        "llama3", "qwen3", "gemma3", "gemma3-file", "deepseek_v3", "gpt2", "gptoss", "mistral",
+        "smollm2", "llamacpp-command-r", "llamacpp-deepseek-coder", "llamacpp-deepseek-llm",
+        "llamacpp-falcon", "llamacpp-gemma-4", "llamacpp-gpt-2", "llamacpp-llama-bpe",
+        "llamacpp-llama-spm", "llamacpp-mpt", "llamacpp-phi-3", "llamacpp-qwen2",
+        "llamacpp-qwen35", "llamacpp-refact", "llamacpp-starcoder",
+    };
+    for (int i = 0; i < COUNT(names); i++) {
+        if (!real_there(names[i], "gguf") || !real_there(names[i], "ids")) continue;
+        char path[80];
+        snprintf(path, sizeof path, "models/real/vocab/%s.gguf", names[i]);
+        Model m = {0};
+        model_open(&m, file_map(path), NULL, NEED_VOCAB);
+        real_ids(&m.vocab, names[i]);
+        if (m.vocab.score) {            // once more with the scores that some converters write
+            for (int id = 0; id < m.vocab.size; id++) m.vocab.score[id] = -1000;
+            vocab_repair_scores(&m.vocab);
+            real_ids(&m.vocab, names[i]);
+        }
+        model_close(&m);
+    }
+    Model bpe = {0};
+    model_open(&bpe, file_map("tests/bpe.gguf"), NULL, NEED_VOCAB);
+    for (int i = 0; i < COUNT(pretok); i++) { // a row is known by one of its names
+        if (pretok[i].flags & PRE_PLAIN) continue; // the vocabulary of gemma-4 is such a one
+        char name[80], path[120];
+        int n = 0;
+        for (const char *p = pretok[i].names; *p && !n; p += strcspn(p, " "), p += *p == ' ') {
+            snprintf(name, sizeof name, "pre-%.*s", (int)strcspn(p, " "), p);
+            snprintf(path, sizeof path, "models/real/vocab/%s.ids", name);
+            n = file_exists(path);
+        }
+        bpe.vocab.pre = &pretok[i];
+        if (n || real_there(name, "ids")) real_ids(&bpe.vocab, name);
+    }
+    model_close(&bpe);
+}
+
 static void test_real(void) {
     static const char *const names[] = {"smollm2", "gemma3", "coder05"};
     for (int i = 0; i < COUNT(names); i++) {
@@ -1286,6 +1385,7 @@ static void test_real(void) {
         }
         file_unmap(&ref), model_close(&m);
     }
+    test_real_tokens();
 }
 
 static const struct { const char *name, *what; void (*run)(void); bool by_name; } suites[] = {

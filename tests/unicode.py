@@ -1,62 +1,122 @@
 #!/usr/bin/env python3
-"""Prints uni_runs[] of run.c, chapter 7: the general categories of Unicode 16 as runs, and checks it by expanding it.
+"""Prints uni_table[] of run.c, chapter 7: what Unicode 16 says about classes, combining classes and canonical
+decompositions, as numbers packed by a range coder; then checks it by reading it back as uni_new() does.
 needs: pip install unicodedata2==16.0.0
 
-One run is one character v + '#', v = class + 10 * length for lengths 1 to 9 (8 for the classes above 1); a longer run
-has length 0 there and then its length in base-32 digits '?' + d, low first, 32 added to all but the last. Class 9 stands
-for pairs "Lu Ll", as many as the length says: half of the table is alphabets that alternate. Lt counts as Lu and Lm as
-Lo: every expression that tells letters apart names them together."""
+The numbers, in order (`kind` is the coder's context: numbers of one kind are alike):
+  for each run of code points of one class: the class, the length - 1; in runs of marks, for each its combining class
+  94 times: a second element, as the distance from the one before; 0 to 3 stand for "none" (the list begins with them)
+  for each code point that decomposes: distance from the one before; place of its second element in the list, which then
+  moves to the front (of the four nones the one that tells where to look for the first element: see block());
+  first element, as a signed distance from the last one; with a second element: is it left apart by composition?"""
 import sys, unicodedata2 as u
 
 assert u.unidata_version == "16.0.0"
-CLASS = {"Lu": 0, "Lt": 0, "Ll": 1, "Lo": 2, "Lm": 2, "M": 3, "N": 4, "P": 5, "S": 6}
+CLASSES = ["Lu Lt", "Ll", "Lo Lm", "Han", "M", "N", "P", "S", "space"]  # from 1 on, as in run.c's enum
+M = 5
 SPACE = {*range(9, 14), 32, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000}
-OTHER, PAIRS = 8, 9
+HAN = [(0x3005, 0x3005), (0x303B, 0x303B), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x323AF)]
+COUNT, BASE, LEAST, CAP = 0x110000, 90, 1 << 24, 64
+ALPHABET = [chr(c) for c in range(35, 127) if chr(c) not in "?\\"]  # no quotes, escapes or trigraphs
 
 def class_of(c):
-    k = u.category(chr(c))
-    return 7 if c in SPACE else CLASS.get(k, CLASS.get(k[0], OTHER))
+    k = "space" if c in SPACE else u.category(chr(c))
+    if k in ("Lo", "Lm") and any(a <= c <= b for a, b in HAN): k = "Han"
+    return next((i for i, names in enumerate(CLASSES, 1) if k in names.split() or k[0] in names.split()), 0)
 
-def run(k, n):
-    if k + 10 * n <= 126 - 35: return chr(35 + k + 10 * n)
-    out = chr(35 + k)
-    while n >= 32: out, n = out + chr(ord("?") + 32 + n % 32), n // 32
-    return out + chr(ord("?") + n)
+def block(c): return 0 if c < 0x3400 else 1 if c < 0x4E00 else 2 if c < 0x20000 else 3
+def zigzag(d): return 2 * d if d >= 0 else -2 * d - 1
 
-def encode(table):
-    runs = []
-    for k in table:
-        if runs and runs[-1][0] == k: runs[-1][1] += 1
-        else: runs.append([k, 1])
-    out, i = "", 0
-    while i < len(runs):
-        pairs = 0
-        while runs[i + 2 * pairs: i + 2 * pairs + 2] == [[0, 1], [1, 1]]: pairs += 1
-        if pairs: out, i = out + run(PAIRS, pairs), i + 2 * pairs
-        else: out, i = out + run(*runs[i]), i + 1
-    return out
+class Packer:  # pack() when `text` is None, else unpack
+    def __init__(self, text=None):
+        self.chance, self.range, self.low, self.digits, self.text = {}, 1, 0, 0, text
 
-def decode(s):
-    out, i = [], 0
-    while i < len(s):
-        n, k = divmod(ord(s[i]) - 35, 10); i += 1
-        if not n:
-            shift = 0
-            while True:
-                d = ord(s[i]) - 63; i += 1; n |= (d & 31) << shift; shift += 5
-                if d < 32: break
-        out += [0, 1] * n if k == PAIRS else [k] * n
-    return out
+    def bit(self, context, bit):
+        while self.range < LEAST:
+            self.range, self.low, self.digits = self.range * BASE, self.low * BASE, self.digits + 1
+            if self.text: self.low += ALPHABET.index(self.text[self.digits - 1])
+        p = self.chance.get(context, 2048)
+        bound = (self.range >> 12) * p
+        if self.text: bit = self.low < bound
+        if bit: self.range = bound
+        else: self.range, self.low = self.range - bound, self.low + (-bound if self.text else bound)
+        self.chance[context] = p + (4096 - p >> 3) if bit else p - (p >> 3)
+        return int(bit)
 
-table = [class_of(c) for c in range(0x110000)]
-s = encode(table)
-assert decode(s) == table, "decode"
-assert not __import__("re").search(r"\?\?[=()'<>!/-]", s), "trigraph"
-text = s.replace("\\", "\\\\")
-print("static const char uni_runs[] =")
-while text:
-    n = 98
-    while n < len(text) and text[:n][len(text[:n].rstrip("\\")):].count("\\") % 2: n -= 1
-    print('"' + text[:n] + '"' + ("" if text[n:] else ";"))
-    text = text[n:]
-print(len(s), "characters", file=sys.stderr)
+    def number(self, kind, n=0):
+        n, length, value = n + 1, 0, 1
+        while self.bit((kind, length, 0), length < n.bit_length() - 1): length += 1
+        for i in reversed(range(length)):
+            value = 2 * value + self.bit((kind, length, min(value, CAP - 1)), n >> i & 1)
+        return value - 1
+
+    def finish(self):
+        out, n = [], self.low + self.range // 2  # any number of the range will do
+        for _ in range(self.digits): out.append(ALPHABET[n % BASE]); n //= BASE
+        return "".join(reversed(out))
+
+classes = [class_of(c) for c in range(COUNT)]
+ccc = [u.combining(chr(c)) for c in range(COUNT)]
+assert not any(ccc[c] and classes[c] != M for c in range(COUNT))
+splits = {}
+for c in range(COUNT):
+    d = u.decomposition(chr(c))
+    if d and "<" not in d: splits[c] = tuple(int(x, 16) for x in d.split())
+SECONDS = [0, 1, 2, 3] + sorted({x[1] for x in splits.values() if len(x) > 1})
+assert not any(x[1] in splits for x in splits.values() if len(x) > 1)
+
+def walk(p):  # the same order packs and unpacks: unpacking, what is handed in is not looked at
+    out_class, out_ccc, out_splits = [], {}, {}
+    a = b = k = 0
+    while len(out_class) < COUNT:
+        at = n = len(out_class)
+        if not p.text:
+            k = classes[at]
+            while n < COUNT and classes[n] == k: n += 1
+        k = p.number(10 * a + b, k)
+        n = p.number(100 + k, n - at - 1) + 1
+        out_class += [k] * n
+        if k == M:
+            for c in range(at, at + n): out_ccc[c] = p.number(200 + out_ccc.get(c - 1, 0), ccc[c])
+        a, b = b, k
+    seconds = SECONDS[:4]
+    for i in range(4, len(SECONDS)): seconds.append(seconds[-1] + p.number(110, SECONDS[i] - SECONDS[i - 1]))
+    c = place = apart = 0
+    last = [0] * 5
+    for code in sorted(splits):
+        first = splits[code][0]
+        second = splits[code][1] if len(splits[code]) > 1 else block(first)
+        c += p.number(111, code - c)
+        place = p.number(112 + min(place, 2), 0 if p.text else seconds.index(second))
+        second = seconds.pop(place)
+        seconds.insert(0, second)
+        s = min(second, 4)
+        d = p.number(115 + s, zigzag(first - last[s]))
+        last[s] += -(d + 1 >> 1) if d & 1 else d >> 1
+        if s == 4:
+            apart = p.number(120 + apart, int(u.normalize("NFC", chr(first) + chr(second)) != chr(code)))
+        out_splits[c] = (last[s], second, apart) if s == 4 else (last[s],)
+    return out_class, out_ccc, out_splits
+
+packer = Packer()
+walk(packer)
+s = packer.finish()
+out_class, out_ccc, out_splits = walk(Packer(s + "#" * 8))
+assert out_class == classes and all(out_ccc.get(c, 0) == ccc[c] for c in range(COUNT))
+assert {c: x[:2] for c, x in out_splits.items()} == splits
+assert all(x[2] == (u.normalize("NFC", chr(x[0]) + chr(x[1])) != chr(c)) for c, x in out_splits.items() if len(x) > 2)
+print("static const char uni_table[] =")
+for i in range(0, len(s), 98): print('"' + s[i:i + 98] + '"' + ("" if i + 98 < len(s) else ";"))
+print(len(s), "characters,", len(splits), "decompositions,", len(SECONDS), "seconds,",
+      sum(len(x) > 2 and not x[2] for x in out_splits.values()), "joins", file=sys.stderr)
+
+digest = 0                              # test.c computes the same from run.c's functions
+def add(n):
+    global digest
+    digest = (digest * 1000003 + n) % 2**64
+for c in range(COUNT):
+    if 0xD800 <= c < 0xE000: continue
+    add(classes[c])
+    for text in (chr(c), chr(c) + "\u0345\u0301\u0323", "\u0061\u030A" + chr(c), "\uAC00" + chr(c)):
+        for x in u.normalize("NFC", text): add(ord(x))
+print("digest for test.c: 0x%X" % digest, file=sys.stderr)
