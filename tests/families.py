@@ -380,7 +380,8 @@ def experts(arch, get, part, tensor, h):
         out = out + chosen[:, e:e + 1] * one("ffn_down_exps", gated(
             arch, one("ffn_gate_exps", h), one("ffn_up_exps", h)))
     if tensor("ffn_gate_shexp.weight") is not None:
-        shared, gate = part("ffn_down_shexp", gated(arch, part("ffn_gate_shexp", h), part("ffn_up_shexp", h))), tensor("ffn_gate_inp_shexp.weight")
+        shared = part("ffn_down_shexp", gated(arch, part("ffn_gate_shexp", h), part("ffn_up_shexp", h)))
+        gate = tensor("ffn_gate_inp_shexp.weight")
         out = out + (shared if gate is None else shared / (1 + np.exp(-(h @ gate.reshape(-1, 1)))))
     return out
 
