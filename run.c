@@ -5443,7 +5443,10 @@ static void cmd_tokenize(const Options *o, const Model *m) {
 // Negative log of the probability that logits (n) give to id; the logits are used up.
 static double score_nll(const VecOps *ops, float *logits, int n, int id) {
     float max = ops->row_max(logits, 0, n), chosen = logits[id];
-    double nll = log((double)ops->exps(logits, 0, n, max)) - ((double)chosen - (double)max);
+    double sum = 0;                     // in float, a large vocabulary's would be 1e-5 too low
+    ops->exps(logits, 0, n, max);
+    for (int i = 0; i < n; i++) sum += (double)logits[i];
+    double nll = log(sum) - ((double)chosen - (double)max);
     if (!isfinite(nll)) die_not_finite();
     return nll;
 }
