@@ -15,7 +15,7 @@
  *    4  Anatomy of a model      Config, Layer, Model
  *    5  Opening files           llama2.c's .bin, GGUF
  *    6  One forward pass        cache, attention, feed-forward
- *    7  Letters                 UTF-8, classes of letters, the splitters of tokenizers
+ *    7  Letters                 UTF-8, Unicode's classes, NFC, the splitters of tokenizers
  *    8  Tokens                  vocabularies, encoding, decoding, what may be shown when
  *    9  Choosing a token        penalty, temperature, top-k, min-p, top-p
  *   10  Sessions                the list of tokens that the cache agrees with
