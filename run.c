@@ -5057,7 +5057,7 @@ static const Opt opts[] = {
     {'t', "temperature", REAL, AT(temperature), "X", "0 is greedy", 1, -1e6, 1e6, "temp"},
     {'p', "top-p", REAL, AT(top_p), "X", "the likeliest up to a sum of X", 0.9, -1e6, 1e6, "top_p"},
     {0, "top-k", WHOLE, AT(top_k), "N", "keep the N likeliest; 0: off", 0, -1e9, 1e9, "top_k"},
-    {0, "min-p", REAL, AT(min_p), "X", "keep what has X of the best's probability", 0, 0, 1, "min_p"},
+    {0, "min-p", REAL, AT(min_p), "X", "drop below X of the best's probability", 0, 0, 1, "min_p"},
     {0, "repeat-penalty", REAL, AT(repeat_penalty), "X", "weaken the last 64 tokens", 0, 0, 100,
      "penalty_repeat"},
     {'s', "seed", WHOLE, AT(seed), "N", "of the draws; 0 or less: from the clock", 0, -9e15, 9e15},
