@@ -1435,7 +1435,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
             Str info = {0};
             model_open(&m, r, "tests/bin-v0.tokenizer.bin", size % 2 ? 0 : NEED_WEIGHTS);
             whole = true;
-            model_info(&m, &info);
+            cmd_info(NULL, &m);
             str_free(&info);
             if (m.vocab.size) {
                 Ids ids = {0};
