@@ -867,8 +867,8 @@ static void sums_c(const V32 *u, int n, const int16_t *q, V8i s[2]) {
 static void pack_c(const V8i v[4], int16_t *q, int32_t sum[2]) {
     sum[0] = sum[1] = 0;
     for (int k = 0; k < 32; k++) {
-        q[k % 2 * 16 + k / 2] = (int16_t)v[k / 8][k % 8];
-        sum[k / 16] += v[k / 8][k % 8];
+        int16_t value = (int16_t)v[k / 8][k % 8]; // what was no number may be anything here
+        q[k % 2 * 16 + k / 2] = value, sum[k / 16] += value;
     }
 }
 
