@@ -1363,6 +1363,7 @@ FLOAT_TILE(512)
     INLINE_##bits void blocks_##bits(int cols, int scales, int minima, const Panel *p,            \
                                      const Acts *x, int column, int len, float *part) {           \
         enum { COLS = INTEGERS_##bits, ROWS = bits / 16 };                                        \
+        const int each = 8 / scales;                                                              \
         const int16_t *q[COLS], *w = p->q;                                                        \
         const float *dx[COLS];                                                                    \
         const int32_t *sum[COLS];                                                                 \
@@ -1378,7 +1379,7 @@ FLOAT_TILE(512)
             float *lane = part + (column * LANES + b % LANES * COLS) * ROWS;                      \
             UNROLL for (int h = 0; h < scales; h++) { /* pairs of a half: 0-3, 8-11; 4-7, 12-15 */\
                 UNROLL for (int z = 0; z < 2; z++)                                                \
-                    UNROLL for (int i = 0; i < 8 / scales; i++) {                                 \
+                    UNROLL for (int i = 0; i < each; i++) {                                       \
                         const int pair = 8 * z + 4 * h + i;                                       \
                         const int16_t *at = w + pair * ROWS * 2;                                  \
                         __m##bits##i w0 = _mm##bits##_loadu_si##bits((const void *)at);           \
