@@ -148,14 +148,17 @@ static void *xalloc(size_t count, size_t size) { // zeroed; never NULL
     return p;
 }
 
+static void *grown(void *p, size_t *cap, size_t n, size_t size) { // p with room for n items
+    if (n <= *cap) return p;
+    size_t new_cap = MAX(n, 2 * *cap + 64);
+    p = new_cap > PTRDIFF_MAX / size ? NULL : realloc(p, new_cap * size);
+    if (!p) die("out of memory: %zu times %zu bytes", new_cap, size);
+    *cap = new_cap;
+    return p;
+}
+
 static void str_add(Str *s, const void *bytes, size_t n) { // s->p[s->n] is always 0 after this
-    if (n > PTRDIFF_MAX / 4 - s->n) die("out of memory: a text of more than %zu bytes", s->n);
-    if (s->n + n + 1 > s->cap) {
-        size_t cap = MAX(2 * s->cap, s->n + n + 64);
-        char *p = realloc(s->p, cap);
-        if (!p) die("out of memory: %zu bytes", cap);
-        s->p = p, s->cap = cap;
-    }
+    s->p = grown(s->p, &s->cap, s->n + n + 1, 1);
     if (n) memcpy(s->p + s->n, bytes, n);
     s->p[s->n += n] = 0;
 }
@@ -172,9 +175,9 @@ __attribute__((format(printf, 2, 3))) static void str_printf(Str *s, const char 
 static void str_free(Str *s) { free(s->p), *s = (Str){0}; }
 static Span str_span(const Str *s) { return (Span){s->p, s->n}; }
 
-static bool span_is(Span a, const char *text) {
-    return a.n == strlen(text) && !memcmp(a.p, text, a.n);
-}
+static bool span_same(Span a, Span b) { return a.n == b.n && (!a.n || !memcmp(a.p, b.p, a.n)); }
+
+static bool span_is(Span a, const char *text) { return span_same(a, (Span){text, strlen(text)}); }
 
 static void warn_lines(const Str *lines) { // each ends with a newline
     for (size_t at = 0; at < lines->n;) {
@@ -186,7 +189,7 @@ static void warn_lines(const Str *lines) { // each ends with a newline
 
 // ---- Map: from byte strings to their index in an array of Spans that somebody else owns.
 // Open addressing, at most half full; slot 0 means empty, else index + 1. Honest names need a dozen
-// probes; a bound on them keeps hostile ones from making the search quadratic.
+// probes; a bound on them keeps hostile ones from making every search a walk through the table.
 enum { MAX_PROBES = 1000 };
 typedef struct { uint32_t *slot; uint32_t mask; } Map;
 
@@ -209,24 +212,24 @@ static Map map_new(size_t count) { // room for count entries, count < 2^30
     return (Map){xalloc(size, sizeof(uint32_t)), (uint32_t)(size - 1)};
 }
 
-static int64_t map_find(const Map *m, const Span *keys, Span key) { // index, or -1
-    for (uint32_t i = span_hash(key) & m->mask; m->slot[i]; i = (i + 1) & m->mask) {
-        Span k = keys[m->slot[i] - 1];
-        if (k.n == key.n && !memcmp(k.p, key.p, key.n)) return m->slot[i] - 1;
+static uint32_t *map_slot(const Map *m, const Span *keys, Span key) { // where it is or belongs
+    uint32_t i = span_hash(key) & m->mask;
+    for (int probes = 0; m->slot[i] && !span_same(keys[m->slot[i] - 1], key); probes++) {
+        if (probes == MAX_PROBES) die("a file whose names were made to collide");
+        i = (i + 1) & m->mask;
     }
-    return -1;
+    return &m->slot[i];
+}
+
+static int64_t map_find(const Map *m, const Span *keys, Span key) { // index, or -1
+    return (int64_t)*map_slot(m, keys, key) - 1;
 }
 
 // Enters keys[index]; if an equal key is there already, its index is returned and nothing changes.
 static int64_t map_add(Map *m, const Span *keys, uint32_t index) {
-    uint32_t i = span_hash(keys[index]) & m->mask;
-    for (int probes = 0; m->slot[i]; i = (i + 1) & m->mask) {
-        if (++probes > MAX_PROBES) die("a file whose names were made to collide");
-        Span k = keys[m->slot[i] - 1];
-        if (k.n == keys[index].n && !memcmp(k.p, keys[index].p, k.n)) return m->slot[i] - 1;
-    }
-    m->slot[i] = index + 1;
-    return index;
+    uint32_t *slot = map_slot(m, keys, keys[index]);
+    if (!*slot) *slot = index + 1;
+    return (int64_t)*slot - 1;
 }
 
 // ---- Reader: a cursor over bytes nobody vouches for. The first error stays; after it every read
@@ -254,13 +257,11 @@ static const uint8_t *rd_bytes(Reader *r, uint64_t n) { // n bytes in place, or 
 }
 
 static uint64_t rd_uint(Reader *r, int bytes) { // little-endian, as this machine
-    const uint8_t *p = rd_bytes(r, (uint64_t)bytes);
+    const uint8_t *p = rd_bytes(r, (size_t)bytes);
     uint64_t v = 0;
     if (p) memcpy(&v, p, (size_t)bytes);
     return v;
 }
-
-static int32_t rd_i32(Reader *r) { return (int32_t)(uint32_t)rd_uint(r, 4); }
 
 static float f32_at(const uint8_t *p) { // files do not align their floats
     float f;
@@ -275,15 +276,8 @@ static Span rd_string(Reader *r) { // u64 length, bytes
 }
 
 // The end for a fault at byte `at` of the file.
-_Noreturn __attribute__((format(printf, 3, 4))) static void rd_die(const Reader *r, size_t at,
-                                                                   const char *format, ...) {
-    char what[512];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(what, sizeof what, format, args);
-    va_end(args);
-    die("%s: byte %zu of %zu: %s", r->name, at, r->size, what);
-}
+#define rd_die(r, at, format, ...)                                                                 \
+    die("%s: byte %zu of %zu: " format, (r)->name, (size_t)(at), (r)->size, ##__VA_ARGS__)
 
 static void rd_check(const Reader *r) { // dies if anything went wrong
     if (r->error) rd_die(r, r->error_at, "%s", r->error);
@@ -298,7 +292,6 @@ static Reader file_map(const char *name) {
     struct stat st;
     if (fd < 0 || fstat(fd, &st) < 0) die("%s: cannot open: %s", name, strerror(errno));
     if (!S_ISREG(st.st_mode)) die("%s: not a regular file", name);
-    if ((uint64_t)st.st_size > SIZE_MAX / 2) die("%s: too large for this machine", name);
     Reader r = {.name = name, .base = (const uint8_t *)"", .size = (size_t)st.st_size};
     if (r.size) {
         void *p = mmap(NULL, r.size, PROT_READ, MAP_SHARED, fd, 0);
@@ -344,23 +337,24 @@ static int64_t memory_size(void) { // bytes of the machine's memory, as far as i
     return INT64_MAX;
 }
 
-// Cores that this process may use. Two threads on one core share its arithmetic: they count as one.
+// Cores for this process: the processors that it may use, but no more than the machine has cores,
+// because two threads on one core share its arithmetic. Linux numbers the threads of a core; one
+// that is switched off leaves a gap in the numbers. Other systems say nothing: processors count.
 static int core_count(void) {
-    int cpus = 1, cores = 0;
+    int cpus = 1, cores = 0, first;
 #ifdef _OPENMP
     cpus = omp_get_num_procs();
 #endif
-    for (int i = 0; cpus > 1 && i < 4 * MAX_THREADS; i++) { // Linux says so, others do not
+    for (int i = 0; cores < cpus && i < 4 * MAX_THREADS; i++) {
         char name[80];
         snprintf(name, sizeof name, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
                  i);
         FILE *f = fopen(name, "r");
-        int first;
+        if (!f && i >= 2 * cpus) break;
         if (f && fscanf(f, "%d", &first) == 1 && first == i) cores++;
         if (f) fclose(f);
-        else break;
     }
-    return cores ? MIN(cores, cpus) : cpus;
+    return cores ? cores : cpus;
 }
 
 // ---- Team: threads that walk the same code together
@@ -2190,7 +2184,7 @@ static void bin_layers(Model *m, BinCursor *b, int part) {
 }
 
 static int bin_int(Reader *r, const char *field, int64_t low, int64_t high) {
-    int32_t v = rd_i32(r);
+    int32_t v = (int32_t)rd_uint(r, 4);
     rd_check(r);
     if (v < low || v > high)
         rd_die(r, r->at - 4,
@@ -2239,7 +2233,7 @@ static void bin_open(Model *m) {
     BinCursor b = {.r = r};
     if (r->size >= 8 && !memcmp(r->base, bin_magic, 4)) {
         r->at = 4;
-        b.version = rd_i32(r);
+        b.version = (int32_t)rd_uint(r, 4);
         if (b.version != 1 && b.version != 2)
             rd_die(r, 4, ".bin version %d, expected 1 or 2 (version 0 has no magic)", b.version);
     }
