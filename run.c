@@ -3340,15 +3340,6 @@ static void utf8_put(Str *out, uint32_t c) {
 // ---- numbers in order: a heap, smallest first
 typedef struct { uint64_t *p; size_t n, cap; } Heap;
 
-static void *grown(void *p, size_t *cap, size_t n, size_t size) { // p with room for n items
-    if (n <= *cap) return p;
-    size_t new_cap = MAX(n, 2 * *cap + 64);
-    p = new_cap > PTRDIFF_MAX / size ? NULL : realloc(p, new_cap * size);
-    if (!p) die("out of memory: %zu times %zu bytes", new_cap, size);
-    *cap = new_cap;
-    return p;
-}
-
 static void heap_push(Heap *h, uint64_t key) {
     h->p = grown(h->p, &h->cap, h->n + 1, sizeof *h->p);
     size_t i = h->n++;
