@@ -1856,6 +1856,7 @@ enum { // what a row of archs[] may say: which parts its layers must have, ...
     WEIGHTS_SUM_1 = 1 << 12,            // of the chosen experts; else as the softmax over all says
     WINDOW_ROPE = 1 << 13,              // layers with a window turn by a table without scaling
     YARN_EXACT = 1 << 14,               // its ramp ends between elements
+    ROPE_SWITCH = 1 << 15,              // no rope at all where rope.scaling.finetuned is false
     NORMS = NORM_BEFORE | NORM_FFN,
 };
 
@@ -1877,7 +1878,7 @@ typedef struct {
 static const Arch archs[] = {
     // Llama 1 to 3.x, TinyLlama, SmolLM2, Mistral, Mixtral; .bin files
     {.name = "llama", .flags = NORMS | WEIGHTS_SUM_1},
-    {.name = "mistral3", .flags = NORMS}, // Ministral 3, newer Mistral Small
+    {.name = "mistral3", .flags = NORMS | WEIGHTS_SUM_1}, // Ministral 3, newer Mistral Small
     {.name = "qwen2", .flags = NORMS | TURN_HALVES},
     {.name = "qwen2moe", .flags = NORMS | TURN_HALVES | SHARED},
     {.name = "qwen3", .flags = NORMS | TURN_HALVES | NORM_QK},
@@ -1891,8 +1892,8 @@ static const Arch archs[] = {
     {.name = "phi3", .flags = NORMS | TURN_HALVES},
     {.name = "olmo2", .flags = NORM_AFTER | NORM_QK_WIDE | TURN_HALVES | WINDOW_ROPE,
      .period = 4},                      // Olmo 3 too
-    {.name = "granite", .flags = NORMS},
-    {.name = "granitemoe", .flags = NORMS | WEIGHTS_SUM_1},
+    {.name = "granite", .flags = NORMS | ROPE_SWITCH},
+    {.name = "granitemoe", .flags = NORMS | ROPE_SWITCH | WEIGHTS_SUM_1},
     {.name = "smollm3", .flags = NORMS, .no_rope = 4},
     {.name = "gpt-oss",
      .flags = NORM_BEFORE | NORM_FFN_MOVED | SINKS | TURN_HALVES | CLAMPED | WEIGHTS_SUM_1
@@ -1903,7 +1904,7 @@ typedef struct { // rotary position table: angle of pair i at p is p * inv_freq[
     int n_rot;                          // how many elements of a head turn; the rest is copied
     double *inv_freq;                   // (n_rot / 2)
     double *inv_long;                   // longrope: instead, where the cache holds more than
-    int short_len;                      // so many positions; else NULL
+    int short_len;                      // so many positions; INT_MAX for others
     float scale;                        // of cosine and sine
 } Rope;
 
@@ -1913,10 +1914,9 @@ typedef struct {
     const Arch *arch;
     int dim;                            // width of the residual stream
     int n_layers;
-    int n_heads, n_kv_heads, head_size; // defaults of the layers
-    int hidden_dim;                     // width of the feed-forward part
-    int n_experts, n_used;              // experts of a layer, and of a token; 0: dense
-    int expert_dim, shared_dim;         // their width; that of the shared one
+    int n_heads, n_kv_heads, head_size; // of all layers that do not say otherwise
+    int hidden_dim;                     // width of the feed-forward part; with experts, the shared
+    int n_experts, n_used, expert_dim;  // experts of a layer, and of a token; their width
     bool weights_sum_1;                 // of the chosen experts
     int seq_len;                        // positions the model was trained for
     int vocab_size;                     // rows of the embedding; may exceed the tokenizer's entries
@@ -1929,10 +1929,7 @@ typedef struct {
     Rope rope[N_ROPES];
 } Config;
 
-enum { LAYER_ATTENTION }; // kinds; layers with a recurrent state come as further kinds
-
 typedef struct {
-    int kind;
     int n_heads, n_kv_heads, head_size;
     int hidden_dim;                     // of w1 .. w2: with experts, the shared one's; 0: none
     int n_experts, expert_dim;          // 0: dense
@@ -2001,11 +1998,6 @@ typedef struct {                        // read-only once opened
     Str warnings;                       // lines for stderr, printed unless -q
 } Model;
 
-static const Arch *arch_find(Span name) {
-    for (int i = 0; i < COUNT(archs); i++)
-        if (span_is(name, archs[i].name)) return &archs[i];
-    return NULL;
-}
 /* ------------------------------------------------------------------------------------------------
  * Chapter 5. Opening files
  *
@@ -2029,17 +2021,16 @@ enum {
 };
 
 // ---- the parts of a layer, the same in every kind of file
-enum { NO_DIM, DIM, Q_DIM, KV_DIM, HEAD, HEADS, HIDDEN, EXPERTS, EXPERT_DIM, // what a part's sizes
-       ALL_EXPERT_DIM, ALL_DIM };                                            // follow
+enum { NO_DIM, DIM, Q_DIM, KV_DIM, HEAD, HEADS, HIDDEN, SHARED_DIM, EXPERTS, EXPERT_DIM,
+       ALL_EXPERT_DIM, ALL_DIM }; // what a part's sizes follow, see part_size
 
 typedef struct {
     const char *name;                   // in a GGUF: blk.N.NAME
-    size_t at; // place in Layer: a Tensor, or a float * where rows is NO_DIM
-    int rows, cols;
-    enum { ANY, DENSE, MOE, MOE_SHARED } only; // other layers do not have it
+    size_t at;                          // place in Layer: a Tensor, or where rows is NO_DIM a float *
+    int rows, cols;                     // a layer where one of them is 0 does not have the part
     int flags;                          // 0, or architectures without any of these do not have it
     bool optional;
-    const char *fused;                  // some files hold all parts of this name as one matrix
+    const char *fused;                  // some files hold all parts of this name as one tensor
 } Part;
 
 #define PART_MATRIX(title, field, out, in)                                                         \
@@ -2055,10 +2046,9 @@ static const Part parts[] = {
     [WV] = {PART_MATRIX("attn_v.weight", wv, KV_DIM, DIM), .fused = "attn_qkv.weight"},
     [WO] = {PART_MATRIX("attn_output.weight", wo, DIM, Q_DIM)},
     [FFN_NORM] = {PART_VECTOR("ffn_norm.weight", ffn_norm, DIM), .flags = NORM_FFN},
-    [W1] = {PART_MATRIX("ffn_gate.weight", w1, HIDDEN, DIM), .only = DENSE,
-            .fused = "ffn_up.weight"},
-    [W2] = {PART_MATRIX("ffn_down.weight", w2, DIM, HIDDEN), .only = DENSE},
-    [W3] = {PART_MATRIX("ffn_up.weight", w3, HIDDEN, DIM), .only = DENSE, .fused = "ffn_up.weight"},
+    [W1] = {PART_MATRIX("ffn_gate.weight", w1, HIDDEN, DIM), .fused = "ffn_up.weight"},
+    [W2] = {PART_MATRIX("ffn_down.weight", w2, DIM, HIDDEN)},
+    [W3] = {PART_MATRIX("ffn_up.weight", w3, HIDDEN, DIM), .fused = "ffn_up.weight"},
     {PART_VECTOR("post_attention_norm.weight", ffn_norm, DIM), .flags = NORM_FFN_MOVED},
     {PART_VECTOR("post_attention_norm.weight", attn_post, DIM), .flags = NORM_AFTER},
     {PART_VECTOR("post_ffw_norm.weight", ffn_post, DIM), .flags = NORM_AFTER},
@@ -2067,26 +2057,25 @@ static const Part parts[] = {
     {PART_VECTOR("attn_q_norm.weight", q_norm, Q_DIM), .flags = NORM_QK_WIDE},
     {PART_VECTOR("attn_k_norm.weight", k_norm, KV_DIM), .flags = NORM_QK_WIDE},
     {PART_VECTOR("attn_sinks.weight", sinks, HEADS), .flags = SINKS},
-    {PART_VECTOR("attn_q.bias", bq, Q_DIM), .optional = true},
-    {PART_VECTOR("attn_k.bias", bk, KV_DIM), .optional = true},
-    {PART_VECTOR("attn_v.bias", bv, KV_DIM), .optional = true},
+    {PART_VECTOR("attn_q.bias", bq, Q_DIM), .optional = true, .fused = "attn_qkv.bias"},
+    {PART_VECTOR("attn_k.bias", bk, KV_DIM), .optional = true, .fused = "attn_qkv.bias"},
+    {PART_VECTOR("attn_v.bias", bv, KV_DIM), .optional = true, .fused = "attn_qkv.bias"},
     {PART_VECTOR("attn_output.bias", bo, DIM), .optional = true},
-    {PART_VECTOR("ffn_gate.bias", b1, HIDDEN), .only = DENSE, .optional = true},
-    {PART_VECTOR("ffn_down.bias", b2, DIM), .only = DENSE, .optional = true},
-    {PART_VECTOR("ffn_up.bias", b3, HIDDEN), .only = DENSE, .optional = true},
-    {PART_MATRIX("ffn_gate_inp.weight", router, EXPERTS, DIM), .only = MOE},
-    {PART_MATRIX("ffn_gate_exps.weight", e1, ALL_EXPERT_DIM, DIM), .only = MOE},
-    {PART_MATRIX("ffn_down_exps.weight", e2, ALL_DIM, EXPERT_DIM), .only = MOE},
-    {PART_MATRIX("ffn_up_exps.weight", e3, ALL_EXPERT_DIM, DIM), .only = MOE},
-    {PART_VECTOR("ffn_gate_inp.bias", router_bias, EXPERTS), .only = MOE, .optional = true},
-    {PART_VECTOR("ffn_gate_exps.bias", be1, ALL_EXPERT_DIM), .only = MOE, .optional = true},
-    {PART_VECTOR("ffn_down_exps.bias", be2, ALL_DIM), .only = MOE, .optional = true},
-    {PART_VECTOR("ffn_up_exps.bias", be3, ALL_EXPERT_DIM), .only = MOE, .optional = true},
-    {PART_MATRIX("ffn_gate_shexp.weight", w1, HIDDEN, DIM), .only = MOE_SHARED},
-    {PART_MATRIX("ffn_down_shexp.weight", w2, DIM, HIDDEN), .only = MOE_SHARED},
-    {PART_MATRIX("ffn_up_shexp.weight", w3, HIDDEN, DIM), .only = MOE_SHARED},
-    {PART_VECTOR("ffn_gate_inp_shexp.weight", shared_gate, DIM), .only = MOE_SHARED,
-     .flags = SHARED},
+    {PART_VECTOR("ffn_gate.bias", b1, HIDDEN), .optional = true},
+    {PART_VECTOR("ffn_down.bias", b2, DIM), .optional = true},
+    {PART_VECTOR("ffn_up.bias", b3, HIDDEN), .optional = true},
+    {PART_MATRIX("ffn_gate_inp.weight", router, EXPERTS, DIM)},
+    {PART_MATRIX("ffn_gate_exps.weight", e1, ALL_EXPERT_DIM, DIM)},
+    {PART_MATRIX("ffn_down_exps.weight", e2, ALL_DIM, EXPERT_DIM)},
+    {PART_MATRIX("ffn_up_exps.weight", e3, ALL_EXPERT_DIM, DIM)},
+    {PART_VECTOR("ffn_gate_inp.bias", router_bias, EXPERTS), .optional = true},
+    {PART_VECTOR("ffn_gate_exps.bias", be1, ALL_EXPERT_DIM), .optional = true},
+    {PART_VECTOR("ffn_down_exps.bias", be2, ALL_DIM), .optional = true},
+    {PART_VECTOR("ffn_up_exps.bias", be3, ALL_EXPERT_DIM), .optional = true},
+    {PART_MATRIX("ffn_gate_shexp.weight", w1, SHARED_DIM, DIM)},
+    {PART_MATRIX("ffn_down_shexp.weight", w2, DIM, SHARED_DIM)},
+    {PART_MATRIX("ffn_up_shexp.weight", w3, SHARED_DIM, DIM)},
+    {PART_VECTOR("ffn_gate_inp_shexp.weight", shared_gate, DIM), .flags = SHARED},
 };
 
 static int64_t part_size(const Model *m, const Layer *l, int what) {
@@ -2097,7 +2086,8 @@ static int64_t part_size(const Model *m, const Layer *l, int what) {
     case KV_DIM: return l->n_kv_heads * head;
     case HEAD: return head;
     case HEADS: return l->n_heads;
-    case HIDDEN: return l->hidden_dim;
+    case HIDDEN: return experts ? 0 : l->hidden_dim;
+    case SHARED_DIM: return experts ? l->hidden_dim : 0;
     case EXPERTS: return experts;
     case EXPERT_DIM: return l->expert_dim;
     case ALL_EXPERT_DIM: return experts * l->expert_dim;
@@ -2107,10 +2097,11 @@ static int64_t part_size(const Model *m, const Layer *l, int what) {
 }
 
 static bool part_exists(const Model *m, const Layer *l, const Part *p) {
-    if (p->flags && !(m->config.arch->flags & p->flags)) return false;
-    if (p->only == MOE_SHARED && !l->hidden_dim) return false;
-    return p->only == ANY || (p->only != DENSE) == (l->n_experts > 0);
+    bool known = !p->flags || m->config.arch->flags & p->flags;
+    return known && part_size(m, l, p->rows) && part_size(m, l, p->cols);
 }
+
+enum { TYPE_F32 = 0, TYPE_BIN_FLAT = 1000, TYPE_BIN_BLOCKS = 1001 }; // rows of formats[]
 
 // A copy of a one-row tensor as floats, (cols).
 static float *vector_copy(const Tensor *t) {
@@ -2119,34 +2110,43 @@ static float *vector_copy(const Tensor *t) {
     return v;
 }
 
-static void part_set(Layer *l, const Part *p, const Tensor *t) {
-    char *field = (char *)l + p->at;
-    if (p->rows == NO_DIM) *(float **)field = vector_copy(t);
-    else *(Tensor *)field = *t;
+// Counts a matrix among the bytes that a token reads; of experts, those of the ones in use.
+static void matrix_count(Model *m, const Tensor *t, bool experts) {
+    int64_t bytes = (int64_t)t->stride * t->rows
+                    + (t->scales ? t->rows * t->cols / t->group * 4 : 0);
+    m->weight_bytes += experts ? bytes / m->config.n_experts * m->config.n_used : bytes;
+    if (t->format->id != TYPE_F32) m->all_f32 = false;
 }
 
-// Knobs in their neutral positions, and layers that are all alike, as the sizes in Config say.
-static void layers_init(Model *m, int count) {
-    Config *c = &m->config;
-    c->embed_scale = c->residual_scale = c->logit_divisor = 1;
-    m->layers = xalloc((size_t)count, sizeof *m->layers);
-    for (int i = 0; i < count; i++)
+static void part_set(Model *m, Layer *l, const Part *p, const Tensor *t) {
+    char *field = (char *)l + p->at;
+    if (p->rows == NO_DIM) *(float **)field = vector_copy(t);
+    else {
+        *(Tensor *)field = *t;
+        matrix_count(m, t, p->rows == ALL_EXPERT_DIM || p->rows == ALL_DIM);
+    }
+}
+
+// Layers that are all alike, as the sizes in Config say.
+static void layers_init(Model *m) {
+    const Config *c = &m->config;
+    m->all_f32 = true;
+    m->layers = xalloc((size_t)c->n_layers, sizeof *m->layers);
+    for (int i = 0; i < c->n_layers; i++)
         m->layers[i] = (Layer){
-            .kind = LAYER_ATTENTION, .n_heads = c->n_heads, .n_kv_heads = c->n_kv_heads,
-            .head_size = c->head_size, .hidden_dim = c->n_experts ? c->shared_dim : c->hidden_dim,
-            .n_experts = c->n_experts, .expert_dim = c->expert_dim, .slot = i,
-            .score_scale = 1.0f / sqrtf((float)c->head_size),
+            .n_heads = c->n_heads, .n_kv_heads = c->n_kv_heads, .head_size = c->head_size,
+            .hidden_dim = c->hidden_dim, .n_experts = c->n_experts, .expert_dim = c->expert_dim,
+            .slot = i, .score_scale = 1.0f / sqrtf((float)c->head_size),
         };
 }
 
 static void rope_init(Rope *r, int n_rot, double base, double factor) {
-    r->n_rot = n_rot, r->scale = 1;
+    r->n_rot = n_rot, r->scale = 1, r->short_len = INT_MAX;
     r->inv_freq = xalloc((size_t)n_rot / 2 + 1, sizeof *r->inv_freq);
     for (int i = 0; i < n_rot / 2; i++) r->inv_freq[i] = pow(base, -2.0 * i / n_rot) / factor;
 }
 
 // ---- llama2.c's .bin
-enum { TYPE_F32 = 0, TYPE_BIN_FLAT = 1000, TYPE_BIN_BLOCKS = 1001 };
 static const uint8_t bin_magic[4] = {0x32, 0x34, 0x6b, 0x61}; // 0x616b3432, "ak42" to its author
 
 typedef struct {                        // walks the tensors of a .bin, which have no names
@@ -2160,15 +2160,15 @@ static const uint8_t *bin_bytes(BinCursor *b, uint64_t n) { // NULL past the end
     return b->at <= b->r->size ? b->r->base + b->at - n : NULL;
 }
 
-static Tensor bin_tensor(BinCursor *b, int64_t rows, int64_t cols, bool quantised) {
-    uint64_t count = (uint64_t)rows * (uint64_t)cols;
+static Tensor bin_tensor(BinCursor *b, int64_t rows, int64_t cols, bool matrix) {
+    bool quantised = matrix && b->version == 2;
     Tensor t = {.rows = rows, .cols = cols, .format = format_of(TYPE_F32)};
     t.stride = (size_t)cols * (quantised ? 1 : 4);
-    t.data = bin_bytes(b, count * (quantised ? 1 : 4));
+    t.data = bin_bytes(b, (uint64_t)rows * t.stride);
     if (quantised) {
         bool aligned = cols % b->group == 0 && b->group % 32 == 0;
         t.format = format_of(aligned ? TYPE_BIN_BLOCKS : TYPE_BIN_FLAT), t.group = b->group;
-        t.scales = bin_bytes(b, count / (uint64_t)b->group * 4);
+        t.scales = bin_bytes(b, (uint64_t)(rows * cols / b->group * 4));
     }
     return t;
 }
@@ -2178,8 +2178,8 @@ static void bin_layers(Model *m, BinCursor *b, int part) {
     const Part *p = &parts[part];
     for (Layer *l = m->layers; l < m->layers + m->config.n_layers; l++) {
         Tensor t = bin_tensor(b, part_size(m, l, p->rows), part_size(m, l, p->cols),
-                              b->version == 2 && p->rows != NO_DIM);
-        if (t.data) part_set(l, p, &t);
+                              p->rows != NO_DIM);
+        if (t.data) part_set(m, l, p, &t);
     }
 }
 
@@ -2212,6 +2212,7 @@ static bool bin_header(Model *m, Reader *r, BinCursor *b) { // gives: is the cla
     c->seq_len = bin_int(r, "seq_len", 1, MAX_POSITIONS);
     c->head_size = c->dim / c->n_heads;
     c->norm_eps = 1e-5f;                // llama2.c's constant; no version of the file states it
+    c->embed_scale = c->residual_scale = c->logit_divisor = 1;
     if (!b->version) return vocab > 0;
     bool shared = rd_uint(r, 1) != 0;
     if (b->version == 2) {
@@ -2241,23 +2242,23 @@ static void bin_open(Model *m) {
     bool shared = bin_header(m, r, &b);
     b.at = r->at;
     c->arch = &archs[0];
-    layers_init(m, c->n_layers);
-    rope_init(&c->rope[0], c->head_size, 10000.0, 1.0);
+    layers_init(m);
+    rope_init(&c->rope[ROPE_FULL], c->head_size, 10000.0, 1.0);
     Tensor norm;
     if (b.version == 0) {
-        m->embedding = bin_tensor(&b, c->vocab_size, c->dim, false);
+        m->embedding = bin_tensor(&b, c->vocab_size, c->dim, true);
         for (int part = ATTN_NORM; part <= W3; part++) bin_layers(m, &b, part);
         norm = bin_tensor(&b, 1, c->dim, false);
         bin_bytes(&b, (uint64_t)c->seq_len * (uint64_t)c->head_size * 4); // cos and sin, not used
     } else {
         bin_layers(m, &b, ATTN_NORM), bin_layers(m, &b, FFN_NORM);
         norm = bin_tensor(&b, 1, c->dim, false);
-        m->embedding = bin_tensor(&b, c->vocab_size, c->dim, b.version == 2);
+        m->embedding = bin_tensor(&b, c->vocab_size, c->dim, true);
         for (int part = WQ; part <= W3; part++)
             if (part != FFN_NORM) bin_layers(m, &b, part);
     }
     m->tied = shared;
-    m->output = shared ? m->embedding : bin_tensor(&b, c->vocab_size, c->dim, b.version == 2);
+    m->output = shared ? m->embedding : bin_tensor(&b, c->vocab_size, c->dim, true);
     if (b.at != r->size)
         die("%s: %zu bytes, expected %" PRIu64 " for dim %d, hidden_dim %d, n_layers %d, "
             "vocab_size %d, seq_len %d%s", r->name, r->size, b.at, c->dim, c->hidden_dim,
@@ -2268,7 +2269,10 @@ static void bin_open(Model *m) {
 // ---- GGUF: pairs and tensor table
 enum { GGUF_U8, GGUF_I8, GGUF_U16, GGUF_I16, GGUF_U32, GGUF_I32, GGUF_F32, GGUF_BOOL, GGUF_STRING,
        GGUF_ARRAY, GGUF_U64, GGUF_I64, GGUF_F64, GGUF_TYPES };
-static const uint8_t gguf_sizes[GGUF_TYPES] = {1, 1, 2, 2, 4, 4, 4, 1, 8, 12, 8, 8, 8}; // at least
+static const struct { char name[8]; uint8_t bytes; } gguf_types[GGUF_TYPES] = { // bytes: at least
+    {"u8", 1}, {"i8", 1}, {"u16", 2}, {"i16", 2}, {"u32", 4}, {"i32", 4}, {"f32", 4}, {"bool", 1},
+    {"string", 8}, {"array", 12}, {"u64", 8}, {"i64", 8}, {"f64", 8},
+};
 
 typedef struct {
     uint32_t type;                      // of the value, or of the elements of an array
@@ -2294,6 +2298,7 @@ struct Gguf {
     GgufTensor *tensors;
     Map key_map, name_map;
     uint64_t alignment;
+    Gguf *next;                         // the other files of a model in several
 };
 
 // Moves past the value of `key`, whose type was just read.
@@ -2307,11 +2312,11 @@ static void gguf_skip(Reader *r, Span key, GgufValue *v) {
     if (v->type >= GGUF_TYPES || (v->array && v->type == GGUF_ARRAY))
         rd_die(r, r->at, "key %.*s: %s of type %u, expected 0 to 12 and no array of arrays",
                SHOWN(key), v->array ? "elements" : "a value", v->type);
-    if (v->count > (r->size - r->at) / gguf_sizes[v->type])
+    if (v->count > (r->size - r->at) / gguf_types[v->type].bytes)
         rd_die(r, r->at, "key %.*s: %" PRIu64 " elements, but only %zu bytes follow", SHOWN(key),
                v->count, r->size - r->at);
     v->at = r->at;
-    if (v->type != GGUF_STRING) rd_bytes(r, v->count * gguf_sizes[v->type]);
+    if (v->type != GGUF_STRING) rd_bytes(r, v->count * gguf_types[v->type].bytes);
     else for (uint64_t i = 0; i < v->count && !r->error; i++) rd_string(r);
 }
 
@@ -2350,31 +2355,38 @@ static const GgufValue *gguf_find(const Gguf *g, const char *name) {
 
 _Noreturn static void gguf_wrong(const Gguf *g, const char *key, const char *expected) {
     const GgufValue *v = gguf_find(g, key);
-    rd_die(g->r, v->at, "key %s (%s%u): expected %s", FULL(key),
-           v->array ? "array of type " : "type ", v->type, expected);
+    rd_die(g->r, v->at, "key %s is %s%s, expected %s", FULL(key), v->array ? "an array of " : "",
+           gguf_types[v->type].name, expected);
 }
 
-// Element i of an integer value of any width; false if the type is not a whole number.
+// The value of a key, NULL if the file has none; one of another type is wrong.
+static const GgufValue *gguf_typed(const Gguf *g, const char *key, uint32_t type, bool array) {
+    const GgufValue *v = gguf_find(g, key);
+    char expected[32];
+    snprintf(expected, sizeof expected, "%s%s", array ? "an array of " : "", gguf_types[type].name);
+    if (v && (v->type != type || v->array != array)) gguf_wrong(g, key, expected);
+    return v;
+}
+
+// Element i of a value of any width as a whole number (what is too large as the largest); false if
+// the type is no whole number.
 static bool gguf_element(const Gguf *g, const GgufValue *v, uint64_t i, int64_t *out) {
-    if ((1 << GGUF_F32 | 1 << GGUF_STRING | 1 << GGUF_ARRAY | 1 << GGUF_F64) >> v->type & 1)
-        return false;
-    int bytes = gguf_sizes[v->type];
-    Reader r = *g->r;
-    r.at = v->at + (size_t)i * (size_t)bytes;
-    uint64_t u = rd_uint(&r, bytes);
-    bool is_signed = (1 << GGUF_I8 | 1 << GGUF_I16 | 1 << GGUF_I32 | 1 << GGUF_I64) >> v->type & 1;
-    if (is_signed && bytes < 8 && u >> (8 * bytes - 1)) u |= ~(uint64_t)0 << (8 * bytes);
-    if (!is_signed && u > INT64_MAX) u = INT64_MAX;
-    *out = (int64_t)u;
+    char kind = gguf_types[v->type].name[0];
+    uint64_t u = 0, bytes = gguf_types[v->type].bytes, spare = 64 - 8 * bytes;
+    if (kind != 'u' && kind != 'i' && kind != 'b') return false;
+    memcpy(&u, g->r->base + v->at + i * bytes, (size_t)bytes);
+    *out = kind == 'i' ? (int64_t)(u << spare) >> spare : (int64_t)MIN(u, (uint64_t)INT64_MAX);
     return true;
 }
 
 // A whole number in low .. high; `missing` if the file has no such key. Where the value is a list,
 // its element `layer`; a list is wrong where that is -1.
+#define NEEDED INT64_MIN // as `missing`: the key must be there
 static int64_t gguf_layer_int(const Gguf *g, const char *key, int layer, int64_t low, int64_t high,
                               int64_t missing) {
     const GgufValue *v = gguf_find(g, key);
     int64_t n;
+    if (!v && missing == NEEDED) die("%s: key %s is missing", g->r->name, FULL(key));
     if (!v) return missing;
     if (v->array && layer >= 0 && (uint64_t)layer >= v->count) gguf_wrong(g, key, "one a layer");
     if ((v->array && layer < 0) || !gguf_element(g, v, v->array ? (uint64_t)layer : 0, &n))
@@ -2390,49 +2402,32 @@ static int64_t gguf_int(const Gguf *g, const char *key, int64_t low, int64_t hig
     return gguf_layer_int(g, key, -1, low, high, missing);
 }
 
-static int64_t gguf_need(const Gguf *g, const char *key, int64_t low, int64_t high) {
-    if (!gguf_find(g, key)) die("%s: key %s is missing", g->r->name, FULL(key));
-    return gguf_int(g, key, low, high, 0);
+static int gguf_bool(const Gguf *g, const char *key) { // -1 if missing
+    const GgufValue *v = gguf_typed(g, key, GGUF_BOOL, false);
+    return v ? g->r->base[v->at] != 0 : -1;
 }
 
 // A finite number above zero; 0 counts as missing, as its writers mean it.
 static double gguf_positive(const Gguf *g, const char *key, double missing) {
-    const GgufValue *v = gguf_find(g, key);
-    double x = 0;
-    if (!v) return missing;
-    if (v->array || (v->type != GGUF_F32 && v->type != GGUF_F64)) gguf_wrong(g, key, "a float");
-    if (v->type == GGUF_F32) x = (double)f32_at(g->r->base + v->at);
-    else memcpy(&x, g->r->base + v->at, 8);
+    const GgufValue *v = gguf_typed(g, key, GGUF_F32, false);
+    double x = v ? (double)f32_at(g->r->base + v->at) : 0;
     if (!(x >= 0 && x < 1e30))
         rd_die(g->r, v->at, "key %s is %g, expected a number above 0", FULL(key), x);
     return x > 0 ? x : missing;
 }
 
-static Span gguf_string(const Gguf *g, const char *key) { // empty if missing
-    const GgufValue *v = gguf_find(g, key);
-    if (!v) return (Span){"", 0};
-    if (v->array || v->type != GGUF_STRING) gguf_wrong(g, key, "a string");
-    Reader r = *g->r;
-    r.at = v->at;
-    return rd_string(&r);
-}
-
 // Puts the reader at the first element; gives their count, 0 if the key is missing.
 static uint64_t gguf_array(const Gguf *g, const char *key, uint32_t type, Reader *out) {
-    const GgufValue *v = gguf_find(g, key);
-    if (!v) return 0;
-    if (!v->array || v->type != type)
-        gguf_wrong(g, key, type == GGUF_STRING ? "an array of strings" : type == GGUF_F32
-                   ? "an array of floats" : "an array of 32-bit integers");
-    out->at = v->at;
-    return v->count;
+    const GgufValue *v = gguf_typed(g, key, type, true);
+    if (v) out->at = v->at;
+    return v ? v->count : 0;
 }
 
-static int gguf_bool(const Gguf *g, const char *key) { // -1 if missing
-    const GgufValue *v = gguf_find(g, key);
-    if (!v) return -1;
-    if (v->array || v->type != GGUF_BOOL) gguf_wrong(g, key, "a bool");
-    return g->r->base[v->at] != 0;
+static Span gguf_string(const Gguf *g, const char *key) { // empty if missing
+    const GgufValue *v = gguf_typed(g, key, GGUF_STRING, false);
+    Reader r = *g->r;
+    if (v) r.at = v->at;
+    return v ? rd_string(&r) : SPAN("");
 }
 
 static const Format *gguf_format(uint32_t type) { // NULL: not known; ids from 1000 on are our own
@@ -2517,7 +2512,7 @@ static Gguf *gguf_read(Reader *r) {
 }
 
 // A large model may lie in several files, NAME-00001-of-00003.gguf and so on. The keys of the first
-// one count; its table takes in the tensors of the others.
+// one count; tensors are looked for in all.
 static void gguf_join(Gguf *g) {
     int count = gguf_int(g, "split.count", 0, 99999, 0);
     int no = gguf_int(g, "split.no", 0, 99999, 0);
@@ -2535,32 +2530,29 @@ static void gguf_join(Gguf *g) {
         str_printf(&path, "-%05d-of-%05d.gguf", i + 1, count);
         Reader *r = xalloc(1, sizeof *r);
         *r = file_map(path.p);
-        const Gguf *part = gguf_read(r);
+        Gguf *part = gguf_read(r);
         if (gguf_int(part, "split.no", 0, 99999, -1) != i) die("%s: not part %d", path.p, i + 1);
-        int n = g->n_tensors + part->n_tensors;
-        Span *names = xalloc((size_t)n, sizeof *names);
-        GgufTensor *tensors = xalloc((size_t)n, sizeof *tensors);
-        g->name_map = map_new((size_t)n);
-        for (int t = 0; t < n; t++) {
-            const Gguf *from = t < g->n_tensors ? g : part;
-            int at = t < g->n_tensors ? t : t - g->n_tensors;
-            names[t] = from->names[at], tensors[t] = from->tensors[at];
-            if (map_add(&g->name_map, names, (uint32_t)t) != t)
-                die("%s: tensor %.*s stands in another part too", path.p, SHOWN(names[t]));
-        }
-        g->names = names, g->tensors = tensors, g->n_tensors = n;
+        part->next = g->next, g->next = part;
     }
 }
 
 // ---- GGUF: from names to a model
 static GgufTensor *gguf_tensor_find(const Gguf *g, const char *name) {
-    int64_t i = map_find(&g->name_map, g->names, (Span){name, strlen(name)});
-    return i < 0 ? NULL : &g->tensors[i];
+    for (; g; g = g->next) {
+        int64_t i = map_find(&g->name_map, g->names, (Span){name, strlen(name)});
+        if (i >= 0) return &g->tensors[i];
+    }
+    return NULL;
 }
 
 // As (rows, cols): rows go through all dimensions but the first. One row takes in all of them.
-static bool gguf_tensor(const Gguf *g, const char *name, int64_t rows, int64_t cols, Tensor *out) {
+// False if there is none, which is an error unless it is optional.
+static bool gguf_tensor(const Gguf *g, const char *name, int64_t rows, int64_t cols, bool optional,
+                        Tensor *out) {
     GgufTensor *t = gguf_tensor_find(g, name);
+    if (!t && !optional)
+        die("%s: tensor %s is missing, expected (%" PRId64 ", %" PRId64 ")", g->r->name, name, cols,
+            rows);
     if (!t) return false;
     t->used = true;
     const Format *f = gguf_format(t->type);
@@ -2569,57 +2561,37 @@ static bool gguf_tensor(const Gguf *g, const char *name, int64_t rows, int64_t c
     uint64_t far = t->dims[1] * t->dims[2] * t->dims[3]; // each bounded: see gguf_tensor_info
     if (rows == 1 ? t->dims[0] * far != (uint64_t)cols
                   : t->dims[0] != (uint64_t)cols || far != (uint64_t)rows)
-        rd_die(t->r, t->at,
-               "tensor %s is (%" PRIu64 ", %" PRIu64 ", %" PRIu64 "), expected (%" PRId64
-               ", %" PRId64 ")",
-               name, t->dims[0], t->dims[1], t->dims[2] * t->dims[3], cols, rows);
+        rd_die(t->r, t->at, "tensor %s is (%" PRIu64 ", %" PRIu64 ", %" PRIu64 "), expected (%"
+               PRId64 ", %" PRId64 ")", name, t->dims[0], t->dims[1], t->dims[2] * t->dims[3],
+               cols, rows);
     *out = (Tensor){.format = f, .data = t->r->base + t->at, .rows = rows, .cols = cols,
                     .stride = (size_t)(cols / f->block) * (size_t)f->bytes};
     return true;
 }
 
-static void gguf_tensor_need(const Gguf *g, const char *name, int64_t rows, int64_t cols,
-                             Tensor *out) {
-    if (!gguf_tensor(g, name, rows, cols, out))
-        die("%s: tensor %s is missing, expected (%" PRId64 ", %" PRId64 ")", g->r->name, name, cols,
-            rows);
-}
-
-static float *gguf_vector(const Gguf *g, const char *name, int64_t n) { // NULL if missing
-    Tensor t;
-    return gguf_tensor(g, name, 1, n, &t) ? vector_copy(&t) : NULL;
-}
-
+// The sizes, for layers that are alike, then multipliers and caps.
 static void gguf_config(Model *m, const Gguf *g) {
     Config *c = &m->config;
-    c->dim = gguf_need(g, ".embedding_length", 1, MAX_DIM);
-    c->n_layers = gguf_need(g, ".block_count", 1, INT_MAX);
-    c->seq_len = (int)MIN(gguf_need(g, ".context_length", 1, INT64_MAX), MAX_POSITIONS);
+    const Arch *a = c->arch;
+    c->dim = gguf_int(g, ".embedding_length", 1, MAX_DIM, NEEDED);
+    c->n_layers = gguf_int(g, ".block_count", 1, MAX_LAYERS, NEEDED);
+    c->seq_len = (int)MIN(gguf_int(g, ".context_length", 1, INT64_MAX, NEEDED), MAX_POSITIONS);
     c->norm_eps = gguf_positive(g, ".attention.layer_norm_rms_epsilon", 1e-5);
-    c->n_heads = gguf_layer_int(g, ".attention.head_count", 0, 1, c->dim, 0);
-    if (!c->n_heads) gguf_need(g, ".attention.head_count", 1, c->dim);
-    c->n_kv_heads = gguf_layer_int(g, ".attention.head_count_kv", 0, 1, c->n_heads, c->n_heads);
+    c->n_heads = gguf_layer_int(g, ".attention.head_count", 0, 1, c->dim, NEEDED);
     if (!gguf_find(g, ".attention.key_length") && c->dim % c->n_heads)
         die("%s: %d heads do not divide a width of %d", g->r->name, c->n_heads, c->dim);
     c->head_size = gguf_int(g, ".attention.key_length", 1, 1 << 14, c->dim / c->n_heads);
     gguf_int(g, ".attention.value_length", c->head_size, c->head_size, 0); // the same here
     c->n_experts = gguf_int(g, ".expert_count", 0, MAX_EXPERTS, 0);
-    c->hidden_dim = gguf_layer_int(g, ".feed_forward_length", 0, 1, MAX_DIM, 0);
-    if (!c->hidden_dim && !c->n_experts) gguf_need(g, ".feed_forward_length", 1, MAX_DIM);
-    if (c->n_experts) {
-        c->n_used = gguf_need(g, ".expert_used_count", 1, c->n_experts);
-        c->expert_dim = gguf_int(g, ".expert_feed_forward_length", 1, MAX_DIM, c->hidden_dim);
-        c->shared_dim = gguf_int(g, ".expert_shared_feed_forward_length", 0, MAX_DIM,
-                                 c->arch->flags & SHARED ? c->hidden_dim : 0);
+    if (c->n_experts) { // the keys of these widths are missing in some files: the tensors say them
+        c->n_used = gguf_int(g, ".expert_used_count", 1, c->n_experts, NEEDED);
+        const GgufTensor *expert = gguf_tensor_find(g, "blk.0.ffn_down_exps.weight"),
+                         *shared = gguf_tensor_find(g, "blk.0.ffn_down_shexp.weight");
+        c->expert_dim = expert ? MIN(expert->dims[0], MAX_DIM) : 1;
+        c->hidden_dim = shared ? MIN(shared->dims[0], MAX_DIM) : 0;
         int sum_1 = gguf_bool(g, ".expert_weights_norm");
-        c->weights_sum_1 = sum_1 >= 0 ? sum_1 : (c->arch->flags & WEIGHTS_SUM_1) != 0;
+        c->weights_sum_1 = sum_1 >= 0 ? sum_1 : (a->flags & WEIGHTS_SUM_1) != 0;
     }
-}
-
-// What is no size: multipliers and caps.
-static void gguf_knobs(Model *m, const Gguf *g) {
-    Config *c = &m->config;
-    const Arch *a = c->arch;
     double embed = a->flags & EMBED_SCALED ? sqrt((double)c->dim) : 1;
     c->embed_scale = gguf_positive(g, ".embedding_scale", embed);
     c->residual_scale = gguf_positive(g, ".residual_scale", 1);
@@ -2635,31 +2607,32 @@ static void gguf_layer(Model *m, const Gguf *g, int i) {
     const Config *c = &m->config;
     const Arch *a = c->arch;
     Layer *l = &m->layers[i];
-    l->n_heads = gguf_layer_int(g, ".attention.head_count", i, 1, c->dim, 0);
+    l->n_heads = gguf_layer_int(g, ".attention.head_count", i, 1, c->dim, NEEDED);
     l->n_kv_heads = gguf_layer_int(g, ".attention.head_count_kv", i, 1, l->n_heads, l->n_heads);
     if (l->n_heads % l->n_kv_heads || (int64_t)l->n_heads * l->head_size > MAX_DIM)
         die("%s: layer %d: %d heads of %d, %d for keys, expected a divisor and at most %d in all",
             g->r->name, i, l->n_heads, l->head_size, l->n_kv_heads, MAX_DIM);
-    if (!l->n_experts) l->hidden_dim = gguf_layer_int(g, ".feed_forward_length", i, 1, MAX_DIM, 0);
+    if (!l->n_experts)
+        l->hidden_dim = gguf_layer_int(g, ".feed_forward_length", i, 1, MAX_DIM, NEEDED);
     bool own = a->layers_own_scale == c->n_layers; // Gemma's 27B models
     double size = own ? (double)c->dim / l->n_heads : (double)l->head_size;
     l->score_scale = gguf_positive(g, ".attention.scale", 1 / sqrt(size));
 
-    const GgufValue *pattern = gguf_find(g, ".attention.sliding_window_pattern");
-    bool list = pattern && pattern->array;
-    int64_t period = list ? 0
-                          : gguf_int(g, ".attention.sliding_window_pattern", 1, INT_MAX, a->period);
-    bool slides = list ? gguf_layer_int(g, ".attention.sliding_window_pattern", i, 0, 1, 0)
-                       : !period || i % period < period - 1;
+    // a list says of each layer whether it has the window; a number is the period
+    const char *key = ".attention.sliding_window_pattern";
+    const GgufValue *pattern = gguf_find(g, key);
+    int64_t n = gguf_layer_int(g, key, i, 0, INT_MAX, a->period);
+    bool slides = pattern && pattern->array ? n > 0 : !n || i % n < n - 1;
     if (slides) l->window = gguf_int(g, ".attention.sliding_window", 0, INT_MAX, a->window);
     l->rope = l->window && a->flags & WINDOW_ROPE ? ROPE_WINDOW : ROPE_FULL;
-    if (a->no_rope && (i + 1) % a->no_rope == 0) l->rope = -1;
+    bool none = a->flags & ROPE_SWITCH && gguf_bool(g, ".rope.scaling.finetuned") == 0;
+    if (none || (a->no_rope && (i + 1) % a->no_rope == 0)) l->rope = -1;
 }
 
 // YaRN: slow pairs turn `factor` times slower, fast ones as ever, those between in between.
 static void rope_yarn(Rope *r, const Gguf *g, double base, double factor, int original,
                       bool exact) {
-    double fast = gguf_positive(g, ".rope.scaling.yarn_beta_fast", 32), ends[2], grow;
+    double fast = gguf_positive(g, ".rope.scaling.yarn_beta_fast", 32), ends[2];
     double slow = gguf_positive(g, ".rope.scaling.yarn_beta_slow", 1);
     double turn = gguf_positive(g, ".rope.scaling.yarn_log_multiplier", 0);
     for (int i = 0; i < 2; i++) // the pair that turns so often in the original context
@@ -2670,19 +2643,24 @@ static void rope_yarn(Rope *r, const Gguf *g, double base, double factor, int or
         double ramp = MAX(0, MIN(1, (i - low) / MAX(0.001, high - low)));
         r->inv_freq[i] *= 1 - ramp + ramp / factor;
     }
-    grow = 0.1 * log(factor);
+    double grow = 0.1 * log(factor);
     grow = factor > 1 ? (grow + 1) / (turn * grow + 1) : 1;
     r->scale = gguf_positive(g, ".rope.scaling.yarn_attn_factor", grow);
 }
 
-// Divisors of the angles, one a pair, or NULL.
-static float *rope_divisors(const Gguf *g, const char *name, const Rope *r) {
-    float *divisor = gguf_vector(g, name, r->n_rot / 2);
-    for (int i = 0; divisor && i < r->n_rot / 2; i++)
-        if (!(divisor[i] > 0 && divisor[i] < 1e31f))
-            die("%s: tensor %s: element %d is %g, expected a number above 0", g->r->name, name, i,
-                (double)divisor[i]);
-    return divisor;
+// Divides the angles by a tensor, one divisor a pair, each at least `least`; false if there is none.
+static bool rope_divide(const Gguf *g, const char *name, int pairs, float least, double *inv_freq) {
+    Tensor t;
+    if (!gguf_tensor(g, name, 1, pairs, true, &t)) return false;
+    float *divisor = vector_copy(&t);
+    for (int i = 0; i < pairs; i++) {
+        if (!(divisor[i] >= least && divisor[i] < 1e31f))
+            die("%s: tensor %s: element %d is %g, expected %g or more", g->r->name, name, i,
+                (double)divisor[i], (double)least);
+        inv_freq[i] /= (double)divisor[i];
+    }
+    free(divisor);
+    return true;
 }
 
 static void gguf_ropes(Model *m, const Gguf *g) {
@@ -2690,8 +2668,8 @@ static void gguf_ropes(Model *m, const Gguf *g) {
     Rope *r = &c->rope[ROPE_FULL];
     int n_rot = gguf_int(g, ".rope.dimension_count", 2, c->head_size, c->head_size);
     if (n_rot % 2) die("%s: heads of %d (rope %d), expected even", g->r->name, c->head_size, n_rot);
-    double base =
-        gguf_positive(g, ".rope.freq_base", c->arch->base ? (double)c->arch->base : 10000);
+    double own_base = (double)c->arch->base;
+    double base = gguf_positive(g, ".rope.freq_base", own_base ? own_base : 10000);
     double factor = gguf_positive(g, ".rope.scale_linear", 1); // the old name
     factor = gguf_positive(g, ".rope.scaling.factor", factor);
     int original = gguf_int(g, ".rope.scaling.original_context_length", 1, INT_MAX, c->seq_len);
@@ -2704,80 +2682,73 @@ static void gguf_ropes(Model *m, const Gguf *g) {
     r->scale *= gguf_positive(g, ".rope.scaling.attn_factor", 1);
     if (c->arch->flags & WINDOW_ROPE) // Gemma 3's window layers have a base of their own
         rope_init(&c->rope[ROPE_WINDOW], n_rot,
-                  gguf_positive(g, ".rope.freq_base_swa", c->arch->base ? 10000 : base), 1);
-    // Llama 3.1's scaling comes as divisors; longrope's as two sets, for short and long contexts.
-    float *divide = rope_divisors(g, "rope_freqs.weight", r), *stretch = NULL;
-    if (!divide) {
-        divide = rope_divisors(g, "rope_factors_short.weight", r);
-        stretch = rope_divisors(g, "rope_factors_long.weight", r);
-    }
-    if (stretch)
-        r->inv_long = xalloc((size_t)n_rot / 2, sizeof *r->inv_long), r->short_len = original;
-    for (int i = 0; i < n_rot / 2; i++) {
-        if (stretch) r->inv_long[i] = r->inv_freq[i] / (double)stretch[i];
-        if (divide) r->inv_freq[i] /= (double)divide[i];
-    }
-    free(divide), free(stretch);
+                  gguf_positive(g, ".rope.freq_base_swa", own_base ? 10000 : base), 1);
+    // Llama 3.1's scaling comes as divisors, 1 or more (files of 2023 had the frequencies themselves
+    // under this name); longrope's as two sets, for short and long contexts.
+    if (rope_divide(g, "rope_freqs.weight", n_rot / 2, 1, r->inv_freq)) return;
+    r->inv_long = xalloc((size_t)n_rot / 2, sizeof *r->inv_long);
+    memcpy(r->inv_long, r->inv_freq, (size_t)n_rot / 2 * sizeof *r->inv_long);
+    if (rope_divide(g, "rope_factors_long.weight", n_rot / 2, FLT_MIN, r->inv_long))
+        r->short_len = original;
+    rope_divide(g, "rope_factors_short.weight", n_rot / 2, FLT_MIN, r->inv_freq);
 }
 
 // What a file holds beyond the parts known here may matter: fluent and wrong is worse than a
 // warning.
 static void gguf_unused(Model *m, const Gguf *g) {
-    int count = 0, first = 0;
-    for (int i = g->n_tensors; i-- > 0;)
-        if (!g->tensors[i].used) count++, first = i;
+    int count = 0;
+    Span first = {0};
+    for (; g; g = g->next)
+        for (int i = 0; i < g->n_tensors; i++)
+            if (!g->tensors[i].used && !count++) first = g->names[i];
     if (count)
         str_printf(&m->warnings, "%s: %d tensors are not used, %.*s the first\n", m->file.name,
-                   count, SHOWN(g->names[first]));
+                   count, SHOWN(first));
 }
 
-// Part p of layer n; where the file holds several parts as one matrix, its rows of it.
+// Part p of layer n; where the file holds several parts as one tensor, its share of it: rows of a
+// matrix, elements of a vector.
 static bool gguf_part(const Model *m, const Gguf *g, int n, const Part *p, Tensor *out) {
     const Layer *l = &m->layers[n];
+    const bool vector = p->rows == NO_DIM;
     int64_t rows = part_size(m, l, p->rows), cols = part_size(m, l, p->cols), all = 0, before = 0;
     char name[64], fused[64];
     snprintf(name, sizeof name, "blk.%d.%s", n, p->name);
     const GgufTensor *own = gguf_tensor_find(g, name);
-    if (p->fused && (!own || (int64_t)own->dims[1] != rows)) {
+    if (p->fused && (!own || (int64_t)own->dims[vector ? 0 : 1] != (vector ? cols : rows))) {
         snprintf(fused, sizeof fused, "blk.%d.%s", n, p->fused);
         for (const Part *q = parts; q < parts + COUNT(parts); q++)
             if (q->fused && !strcmp(q->fused, p->fused)) {
-                if (q < p) before += part_size(m, l, q->rows);
-                all += part_size(m, l, q->rows);
+                int64_t size = part_size(m, l, vector ? q->cols : q->rows);
+                before += q < p ? size : 0, all += size;
             }
-        if (gguf_tensor(g, fused, all, cols, out)) {
-            out->data += (size_t)before * out->stride, out->rows = rows;
+        if (gguf_tensor(g, fused, vector ? 1 : all, vector ? all : cols, true, out)) {
+            if (vector && out->format->block > 1) die("%s: %s has blocks", g->r->name, fused);
+            out->data += (size_t)before * (vector ? (size_t)out->format->bytes : out->stride);
+            out->rows = rows, out->cols = cols;
             return true;
         }
     }
-    if (p->optional) return gguf_tensor(g, name, rows, cols, out);
-    gguf_tensor_need(g, name, rows, cols, out);
-    return true;
+    return gguf_tensor(g, name, rows, cols, p->optional, out);
 }
 
 static void gguf_weights(Model *m, const Gguf *g) {
     Config *c = &m->config;
+    Tensor t;
     const GgufTensor *embedding = gguf_tensor_find(g, "token_embd.weight");
-    uint64_t rows = embedding ? embedding->dims[1] : 1;
-    if (rows > MAX_VOCAB)
-        die("%s: tensor token_embd.weight has %" PRIu64 " rows", g->r->name, rows);
-    c->vocab_size = (int)rows;
-    gguf_tensor_need(g, "token_embd.weight", c->vocab_size, c->dim, &m->embedding);
-    m->tied = !gguf_tensor(g, "output.weight", c->vocab_size, c->dim, &m->output);
+    c->vocab_size = embedding ? (int)MIN(embedding->dims[1], MAX_VOCAB) : 1;
+    gguf_tensor(g, "token_embd.weight", c->vocab_size, c->dim, false, &m->embedding);
+    m->tied = !gguf_tensor(g, "output.weight", c->vocab_size, c->dim, true, &m->output);
     if (m->tied) m->output = m->embedding;
-    m->output_norm = gguf_vector(g, "output_norm.weight", c->dim);
-    if (!m->output_norm) die("%s: tensor output_norm.weight is missing", g->r->name);
-    // A layer needs tensors of its own, so a false block_count meets a missing one before room
-    // ends.
-    layers_init(m, MIN(c->n_layers, g->n_tensors + 1));
-    gguf_knobs(m, g);
+    gguf_tensor(g, "output_norm.weight", 1, c->dim, false, &t);
+    m->output_norm = vector_copy(&t);
+    layers_init(m);
     gguf_ropes(m, g);
     for (int n = 0; n < c->n_layers; n++) {
         gguf_layer(m, g, n);
-        Tensor t;
         for (const Part *p = parts; p < parts + COUNT(parts); p++)
             if (part_exists(m, &m->layers[n], p) && gguf_part(m, g, n, p, &t))
-                part_set(&m->layers[n], p, &t);
+                part_set(m, &m->layers[n], p, &t);
     }
 }
 
@@ -2792,74 +2763,65 @@ static void bin_vocab(Model *m, const char *path) {
     const char *model = m->file.name, *slash = strrchr(model, '/'), *dot = strrchr(model, '.');
     size_t folder = slash ? (size_t)(slash + 1 - model) : 0;
     size_t stem = dot && dot >= model + folder ? (size_t)(dot - model) : strlen(model);
+    const size_t before[] = {stem, folder, 0};
     Str beside = {0};
-    for (int i = 0; !path && i < 2; i++) {
+    for (int i = 0; !path && i < COUNT(before); i++) {
         beside.n = 0;
-        str_add(&beside, model, i ? folder : stem);
+        str_add(&beside, model, before[i]);
         str_printf(&beside, "%stokenizer.bin", i ? "" : ".");
         if (file_exists(beside.p)) path = beside.p;
     }
-    if (!path && !file_exists("tokenizer.bin"))
+    if (!path)
         die("%s: no vocabulary: neither %.*s.tokenizer.bin nor tokenizer.bin beside it or here (-z "
-            "FILE)",
-            model, (int)stem, model);
-    Reader r = file_map(path ? path : "tokenizer.bin");
+            "FILE)", model, (int)stem, model);
+    Reader r = file_map(path);
     vocab_from_bin(&m->vocab, &r, m->config.vocab_size);
     str_free(&beside);
 }
 
-static void tensor_add(Model *m, const Tensor *t, bool expert) { // to the bytes that a token reads
-    if (!t->data) return;
-    int64_t bytes = (int64_t)t->stride * t->rows
-                    + (t->scales ? t->rows * t->cols / t->group * 4 : 0);
-    m->weight_bytes += expert ? bytes / m->config.n_experts * m->config.n_used : bytes;
-    if (t->format->id != TYPE_F32) m->all_f32 = false;
+static void gguf_open(Model *m, int need) {
+    const Gguf *g = m->gguf = gguf_read(&m->file);
+    m->version = m->file.base[4];
+    m->chat_template = gguf_string(g, "tokenizer.chat_template");
+    Span kind = gguf_string(g, "tokenizer.ggml.model");
+    bool known = span_is(kind, "llama") || span_is(kind, "gpt2") || span_is(kind, "gemma4");
+    if (need & NEED_VOCAB || (!need && known)) vocab_from_gguf(&m->vocab, g, &m->warnings);
+    if (!(need & NEED_WEIGHTS)) return;
+    gguf_join(m->gguf);
+    if (!g->n_tensors && !g->next) die("%s: a vocabulary without a model", m->file.name);
+    Str list = {0};
+    for (int i = 0; i < COUNT(archs); i++) {
+        str_printf(&list, " %s", archs[i].name);
+        if (span_is(g->arch, archs[i].name)) m->config.arch = &archs[i];
+    }
+    if (!m->config.arch)
+        die("%s: architecture `%.*s`, expected one of:%s", m->file.name, SHOWN(g->arch), list.p);
+    str_free(&list);
+    gguf_config(m, g);
+    gguf_weights(m, g);
+    gguf_unused(m, g);
+    if (need & NEED_VOCAB && m->vocab.size > m->config.vocab_size)
+        die("%s: %d tokens, but the embedding has %d rows", m->file.name, m->vocab.size,
+            m->config.vocab_size);
 }
 
 // Opens a mapped model file; `need` says what has to be there, 0: read what is there. Dies with the
 // reason.
 static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
+    static const char older[][5] = {"FUGG", "tjgg", "fmgg", "lmgg"};
+    char magic[5] = "";
     m->file = file;
-    Reader *r = &m->file;
-    if (r->size >= 4 && !memcmp(r->base, "GGUF", 4)) {
-        const Gguf *g = m->gguf = gguf_read(r);
-        m->version = r->base[4];
-        if (need & NEED_WEIGHTS) gguf_join(m->gguf);
-        m->chat_template = gguf_string(g, "tokenizer.chat_template");
-        m->config.arch = arch_find(g->arch);
-        Span kind = gguf_string(g, "tokenizer.ggml.model");
-        bool known = span_is(kind, "llama") || span_is(kind, "gpt2");
-        if (need & NEED_VOCAB || (!need && known)) vocab_from_gguf(&m->vocab, g, &m->warnings);
-        if (need & NEED_WEIGHTS) {
-            if (!m->config.arch) {
-                Str list = {0};
-                for (int i = 0; i < COUNT(archs); i++) str_printf(&list, " %s", archs[i].name);
-                die("%s: architecture `%.*s`, expected one of:%s", r->name, SHOWN(g->arch), list.p);
-            }
-            if (!g->n_tensors) die("%s: a vocabulary without a model (0 tensors)", r->name);
-            gguf_config(m, g);
-            gguf_weights(m, g);
-            gguf_unused(m, g);
-            if (need & NEED_VOCAB && m->vocab.size > m->config.vocab_size)
-                die("%s: %d tokens, but the embedding has %d rows", r->name, m->vocab.size,
-                    m->config.vocab_size);
-        }
-    } else {
-        if (r->size >= 4 && (!memcmp(r->base, "FUGG", 4) || !memcmp(r->base, "tjgg", 4)
-                             || !memcmp(r->base, "fmgg", 4) || !memcmp(r->base, "lmgg", 4)))
-            die("%s: byte 0: magic %.4s: a format before GGUF (or one of the other byte order)",
-                r->name, (const char *)r->base);
+    memcpy(magic, file.base, MIN(file.size, 4));
+    for (int i = 0; i < COUNT(older); i++)
+        if (!strcmp(magic, older[i]))
+            die("%s: byte 0: magic %s: a format before GGUF (or one of the other byte order)",
+                file.name, magic);
+    if (!strcmp(magic, "GGUF")) gguf_open(m, need);
+    else {
         bin_open(m);
         if (need & NEED_VOCAB) bin_vocab(m, tokenizer);
     }
-    if (!m->layers) return;
-    m->all_f32 = true;
-    tensor_add(m, &m->output, false);
-    for (int i = 0; i < m->config.n_layers; i++)
-        for (const Part *p = parts; p < parts + COUNT(parts); p++)
-            if (p->rows != NO_DIM && part_exists(m, &m->layers[i], p))
-                tensor_add(m, (const Tensor *)((const char *)&m->layers[i] + p->at),
-                           p->rows == ALL_EXPERT_DIM || p->rows == ALL_DIM);
+    if (m->layers) matrix_count(m, &m->output, false);
 }
 /* ------------------------------------------------------------------------------------------------
  * Chapter 6. One forward pass
@@ -3019,7 +2981,7 @@ static const float *rope_turn(const Session *s, int table, int row) {
 static void rope_angles(const Session *s, int row) {
     for (int t = 0; t < N_ROPES; t++) {
         const Rope *r = &s->model->config.rope[t];
-        const double *inv = r->inv_long && s->seq_len > r->short_len ? r->inv_long : r->inv_freq;
+        const double *inv = s->seq_len > r->short_len ? r->inv_long : r->inv_freq;
         float *turn = (float *)rope_turn(s, t, row);
         for (int i = 0; i < r->n_rot / 2; i++) {
             double angle = s->rows[row].pos * inv[i];
