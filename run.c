@@ -2025,57 +2025,48 @@ enum { NO_DIM, DIM, Q_DIM, KV_DIM, HEAD, HEADS, HIDDEN, SHARED_DIM, EXPERTS, EXP
        ALL_EXPERT_DIM, ALL_DIM }; // what a part's sizes follow, see part_size
 
 typedef struct {
-    const char *name;                   // in a GGUF: blk.N.NAME
-    size_t at;                          // place in Layer: a Tensor, or where rows is NO_DIM a float *
+    const char *name;                   // in a GGUF: blk.N.NAME.weight, and a bias if there is one
+    size_t at, bias;                    // places in Layer: of a Tensor and of `rows` floats as its
+                                        // bias, or where rows is NO_DIM of floats alone
     int rows, cols;                     // a layer where one of them is 0 does not have the part
     int flags;                          // 0, or architectures without any of these do not have it
-    bool optional;
     const char *fused;                  // some files hold all parts of this name as one tensor
 } Part;
 
-#define PART_MATRIX(title, field, out, in)                                                         \
-    .name = title, .at = offsetof(Layer, field), .rows = out, .cols = in
-#define PART_VECTOR(title, field, size) PART_MATRIX(title, field, NO_DIM, size)
+#define PART_VECTOR(title, field, size)                                                            \
+    .name = title, .at = offsetof(Layer, field), .rows = NO_DIM, .cols = size
+#define PART_MATRIX(title, field, added, out, in)                                                  \
+    .name = title, .at = offsetof(Layer, field), .bias = offsetof(Layer, added), .rows = out,      \
+    .cols = in
 enum { ATTN_NORM, WQ, WK, WV, WO, FFN_NORM, W1, W2, W3 }; // the order of .bin v0
 
 /* To add a part: a field in Layer, a row here, its use in chapter 6. */
 static const Part parts[] = {
-    [ATTN_NORM] = {PART_VECTOR("attn_norm.weight", attn_norm, DIM), .flags = NORM_BEFORE},
-    [WQ] = {PART_MATRIX("attn_q.weight", wq, Q_DIM, DIM), .fused = "attn_qkv.weight"},
-    [WK] = {PART_MATRIX("attn_k.weight", wk, KV_DIM, DIM), .fused = "attn_qkv.weight"},
-    [WV] = {PART_MATRIX("attn_v.weight", wv, KV_DIM, DIM), .fused = "attn_qkv.weight"},
-    [WO] = {PART_MATRIX("attn_output.weight", wo, DIM, Q_DIM)},
-    [FFN_NORM] = {PART_VECTOR("ffn_norm.weight", ffn_norm, DIM), .flags = NORM_FFN},
-    [W1] = {PART_MATRIX("ffn_gate.weight", w1, HIDDEN, DIM), .fused = "ffn_up.weight"},
-    [W2] = {PART_MATRIX("ffn_down.weight", w2, DIM, HIDDEN)},
-    [W3] = {PART_MATRIX("ffn_up.weight", w3, HIDDEN, DIM), .fused = "ffn_up.weight"},
-    {PART_VECTOR("post_attention_norm.weight", ffn_norm, DIM), .flags = NORM_FFN_MOVED},
-    {PART_VECTOR("post_attention_norm.weight", attn_post, DIM), .flags = NORM_AFTER},
-    {PART_VECTOR("post_ffw_norm.weight", ffn_post, DIM), .flags = NORM_AFTER},
-    {PART_VECTOR("attn_q_norm.weight", q_norm, HEAD), .flags = NORM_QK},
-    {PART_VECTOR("attn_k_norm.weight", k_norm, HEAD), .flags = NORM_QK},
-    {PART_VECTOR("attn_q_norm.weight", q_norm, Q_DIM), .flags = NORM_QK_WIDE},
-    {PART_VECTOR("attn_k_norm.weight", k_norm, KV_DIM), .flags = NORM_QK_WIDE},
-    {PART_VECTOR("attn_sinks.weight", sinks, HEADS), .flags = SINKS},
-    {PART_VECTOR("attn_q.bias", bq, Q_DIM), .optional = true, .fused = "attn_qkv.bias"},
-    {PART_VECTOR("attn_k.bias", bk, KV_DIM), .optional = true, .fused = "attn_qkv.bias"},
-    {PART_VECTOR("attn_v.bias", bv, KV_DIM), .optional = true, .fused = "attn_qkv.bias"},
-    {PART_VECTOR("attn_output.bias", bo, DIM), .optional = true},
-    {PART_VECTOR("ffn_gate.bias", b1, HIDDEN), .optional = true},
-    {PART_VECTOR("ffn_down.bias", b2, DIM), .optional = true},
-    {PART_VECTOR("ffn_up.bias", b3, HIDDEN), .optional = true},
-    {PART_MATRIX("ffn_gate_inp.weight", router, EXPERTS, DIM)},
-    {PART_MATRIX("ffn_gate_exps.weight", e1, ALL_EXPERT_DIM, DIM)},
-    {PART_MATRIX("ffn_down_exps.weight", e2, ALL_DIM, EXPERT_DIM)},
-    {PART_MATRIX("ffn_up_exps.weight", e3, ALL_EXPERT_DIM, DIM)},
-    {PART_VECTOR("ffn_gate_inp.bias", router_bias, EXPERTS), .optional = true},
-    {PART_VECTOR("ffn_gate_exps.bias", be1, ALL_EXPERT_DIM), .optional = true},
-    {PART_VECTOR("ffn_down_exps.bias", be2, ALL_DIM), .optional = true},
-    {PART_VECTOR("ffn_up_exps.bias", be3, ALL_EXPERT_DIM), .optional = true},
-    {PART_MATRIX("ffn_gate_shexp.weight", w1, SHARED_DIM, DIM)},
-    {PART_MATRIX("ffn_down_shexp.weight", w2, DIM, SHARED_DIM)},
-    {PART_MATRIX("ffn_up_shexp.weight", w3, SHARED_DIM, DIM)},
-    {PART_VECTOR("ffn_gate_inp_shexp.weight", shared_gate, DIM), .flags = SHARED},
+    [ATTN_NORM] = {PART_VECTOR("attn_norm", attn_norm, DIM), .flags = NORM_BEFORE},
+    [WQ] = {PART_MATRIX("attn_q", wq, bq, Q_DIM, DIM), .fused = "attn_qkv"},
+    [WK] = {PART_MATRIX("attn_k", wk, bk, KV_DIM, DIM), .fused = "attn_qkv"},
+    [WV] = {PART_MATRIX("attn_v", wv, bv, KV_DIM, DIM), .fused = "attn_qkv"},
+    [WO] = {PART_MATRIX("attn_output", wo, bo, DIM, Q_DIM)},
+    [FFN_NORM] = {PART_VECTOR("ffn_norm", ffn_norm, DIM), .flags = NORM_FFN},
+    [W1] = {PART_MATRIX("ffn_gate", w1, b1, HIDDEN, DIM), .fused = "ffn_up"},
+    [W2] = {PART_MATRIX("ffn_down", w2, b2, DIM, HIDDEN)},
+    [W3] = {PART_MATRIX("ffn_up", w3, b3, HIDDEN, DIM), .fused = "ffn_up"},
+    {PART_VECTOR("post_attention_norm", ffn_norm, DIM), .flags = NORM_FFN_MOVED},
+    {PART_VECTOR("post_attention_norm", attn_post, DIM), .flags = NORM_AFTER},
+    {PART_VECTOR("post_ffw_norm", ffn_post, DIM), .flags = NORM_AFTER},
+    {PART_VECTOR("attn_q_norm", q_norm, HEAD), .flags = NORM_QK},
+    {PART_VECTOR("attn_k_norm", k_norm, HEAD), .flags = NORM_QK},
+    {PART_VECTOR("attn_q_norm", q_norm, Q_DIM), .flags = NORM_QK_WIDE},
+    {PART_VECTOR("attn_k_norm", k_norm, KV_DIM), .flags = NORM_QK_WIDE},
+    {PART_VECTOR("attn_sinks", sinks, HEADS), .flags = SINKS},
+    {PART_MATRIX("ffn_gate_inp", router, router_bias, EXPERTS, DIM)},
+    {PART_MATRIX("ffn_gate_exps", e1, be1, ALL_EXPERT_DIM, DIM)},
+    {PART_MATRIX("ffn_down_exps", e2, be2, ALL_DIM, EXPERT_DIM)},
+    {PART_MATRIX("ffn_up_exps", e3, be3, ALL_EXPERT_DIM, DIM)},
+    {PART_MATRIX("ffn_gate_shexp", w1, b1, SHARED_DIM, DIM)},
+    {PART_MATRIX("ffn_down_shexp", w2, b2, DIM, SHARED_DIM)},
+    {PART_MATRIX("ffn_up_shexp", w3, b3, SHARED_DIM, DIM)},
+    {PART_VECTOR("ffn_gate_inp_shexp", shared_gate, DIM), .flags = SHARED},
 };
 
 static int64_t part_size(const Model *m, const Layer *l, int what) {
@@ -2199,13 +2190,10 @@ static bool bin_header(Model *m, Reader *r, BinCursor *b) { // gives: is the cla
     c->hidden_dim = bin_int(r, "hidden_dim", 1, MAX_DIM);
     c->n_layers = bin_int(r, "n_layers", 1, MAX_LAYERS);
     c->n_heads = bin_int(r, "n_heads", 1, c->dim);
-    if (c->dim % c->n_heads || c->dim / c->n_heads % 2)
-        rd_die(r, r->at - 4, "n_heads is %d, expected to cut dim %d into even heads", c->n_heads,
-               c->dim);
     c->n_kv_heads = bin_int(r, "n_kv_heads", 1, c->n_heads);
-    if (c->n_heads % c->n_kv_heads)
-        rd_die(r, r->at - 4, "n_kv_heads is %d, expected a divisor of %d", c->n_kv_heads,
-               c->n_heads);
+    if (c->dim % c->n_heads || c->dim / c->n_heads % 2 || c->n_heads % c->n_kv_heads)
+        rd_die(r, r->at - 8, "n_heads is %d, n_kv_heads %d, expected to cut dim %d into even heads "
+               "and these into groups", c->n_heads, c->n_kv_heads, c->dim);
     int vocab = bin_int(r, "vocab_size", b->version ? 1 : -MAX_VOCAB, MAX_VOCAB);
     if (!vocab) rd_die(r, r->at - 4, "vocab_size is 0");
     c->vocab_size = abs(vocab);
@@ -2282,7 +2270,7 @@ typedef struct {
 } GgufValue;
 
 typedef struct {
-    uint32_t type, n_dims;
+    uint32_t type;
     uint64_t dims[4], offset, bytes;
     const Reader *r;                    // the file it is in, at its first byte
     size_t at;
@@ -2439,29 +2427,29 @@ static void gguf_tensor_info(Gguf *g, int i) {
     Reader *r = g->r;
     GgufTensor *t = &g->tensors[i];
     size_t at = r->at;
-    g->names[i] = rd_string(r);
-    t->n_dims = (uint32_t)rd_uint(r, 4);
-    if (!r->error && (t->n_dims < 1 || t->n_dims > 4))
-        rd_die(r, at, "tensor %.*s: %u dimensions, expected 1 to 4", SHOWN(g->names[i]), t->n_dims);
-    for (uint32_t d = 0; d < 4; d++) t->dims[d] = d < t->n_dims && !r->error ? rd_uint(r, 8) : 1;
-    t->type = (uint32_t)rd_uint(r, 4), t->offset = rd_uint(r, 8);
+    Span name = g->names[i] = rd_string(r);
+    uint32_t n_dims = (uint32_t)rd_uint(r, 4);
     rd_check(r);
+    if (n_dims < 1 || n_dims > 4)
+        rd_die(r, at, "tensor %.*s: %u dimensions, expected 1 to 4", SHOWN(name), n_dims);
     if (map_add(&g->name_map, g->names, (uint32_t)i) != i)
-        rd_die(r, at, "tensor %.*s stands twice", SHOWN(g->names[i]));
-    uint64_t count = 1;
-    for (int d = 0; d < 4; d++) {
-        if (t->dims[d] < 1
-            || t->dims[d] > 8 * (uint64_t)r->size / count) // no type takes under a bit
-            rd_die(r, at,
-                   "tensor %.*s: dimension %d is %" PRIu64 ", expected 1 to what %zu bytes hold",
-                   SHOWN(g->names[i]), d, t->dims[d], r->size);
+        rd_die(r, at, "tensor %.*s stands twice", SHOWN(name));
+    uint64_t count = 1, most = 8 * (uint64_t)r->size; // weights: no type takes under a bit
+    for (uint32_t d = 0; d < 4; d++) {
+        t->dims[d] = d < n_dims ? rd_uint(r, 8) : 1;
+        rd_check(r);
+        if (t->dims[d] < 1 || t->dims[d] > most / count)
+            rd_die(r, at, "tensor %.*s: dimension %u is %" PRIu64 ", expected 1 to what %zu bytes "
+                   "hold", SHOWN(name), d, t->dims[d], r->size);
         count *= t->dims[d];
     }
+    t->type = (uint32_t)rd_uint(r, 4), t->offset = rd_uint(r, 8);
+    rd_check(r);
     const Format *f = gguf_format(t->type);
     if (!f) return;                     // an unknown type is refused where the tensor is used
     if (t->dims[0] % (uint64_t)f->block)
         rd_die(r, at, "tensor %.*s: rows of %" PRIu64 ", expected a multiple of %d for %s",
-               SHOWN(g->names[i]), t->dims[0], f->block, f->name);
+               SHOWN(name), t->dims[0], f->block, f->name);
     t->bytes = count / (uint64_t)f->block * (uint64_t)f->bytes;
 }
 
@@ -2481,13 +2469,10 @@ static void gguf_tensors(Gguf *g, uint64_t n) {
     uint64_t room = r->size - data;
     for (int i = 0; i < g->n_tensors; i++) {
         GgufTensor *t = &g->tensors[i];
-        if (t->offset % g->alignment)
-            rd_die(r, data, "tensor %.*s: offset %" PRIu64 " is no multiple of %" PRIu64,
-                   SHOWN(g->names[i]), t->offset, g->alignment);
         if (t->offset > room || t->bytes > room - t->offset)
             rd_die(r, data, "tensor %.*s: %" PRIu64 " bytes at offset %" PRIu64 ", but the data "
-                   "has %" PRIu64 " (is the file cut short?)",
-                   SHOWN(g->names[i]), t->bytes, t->offset, room);
+                   "has %" PRIu64 " (is the file cut short?)", SHOWN(g->names[i]), t->bytes,
+                   t->offset, room);
         t->r = r, t->at = data + (size_t)t->offset;
     }
 }
@@ -2578,8 +2563,6 @@ static void gguf_config(Model *m, const Gguf *g) {
     c->seq_len = (int)MIN(gguf_int(g, ".context_length", 1, INT64_MAX, NEEDED), MAX_POSITIONS);
     c->norm_eps = gguf_positive(g, ".attention.layer_norm_rms_epsilon", 1e-5);
     c->n_heads = gguf_layer_int(g, ".attention.head_count", 0, 1, c->dim, NEEDED);
-    if (!gguf_find(g, ".attention.key_length") && c->dim % c->n_heads)
-        die("%s: %d heads do not divide a width of %d", g->r->name, c->n_heads, c->dim);
     c->head_size = gguf_int(g, ".attention.key_length", 1, 1 << 14, c->dim / c->n_heads);
     gguf_int(g, ".attention.value_length", c->head_size, c->head_size, 0); // the same here
     c->n_experts = gguf_int(g, ".expert_count", 0, MAX_EXPERTS, 0);
@@ -2672,7 +2655,7 @@ static void gguf_ropes(Model *m, const Gguf *g) {
     double base = gguf_positive(g, ".rope.freq_base", own_base ? own_base : 10000);
     double factor = gguf_positive(g, ".rope.scale_linear", 1); // the old name
     factor = gguf_positive(g, ".rope.scaling.factor", factor);
-    int original = gguf_int(g, ".rope.scaling.original_context_length", 1, INT_MAX, c->seq_len);
+    int original = c->heat_len;
     Span type = gguf_string(g, ".rope.scaling.type");
     bool yarn = span_is(type, "yarn"), linear = !type.n || span_is(type, "linear");
     if (!yarn && !linear && !span_is(type, "none") && !span_is(type, "longrope"))
@@ -2706,30 +2689,29 @@ static void gguf_unused(Model *m, const Gguf *g) {
                    count, SHOWN(first));
 }
 
-// Part p of layer n; where the file holds several parts as one tensor, its share of it: rows of a
-// matrix, elements of a vector.
-static bool gguf_part(const Model *m, const Gguf *g, int n, const Part *p, Tensor *out) {
+// Part p of layer n, or its bias; where the file holds several parts as one tensor, its share.
+static bool gguf_part(const Model *m, const Gguf *g, int n, const Part *p, bool bias, Tensor *out) {
     const Layer *l = &m->layers[n];
-    const bool vector = p->rows == NO_DIM;
+    const char *suffix = bias ? "bias" : "weight";
     int64_t rows = part_size(m, l, p->rows), cols = part_size(m, l, p->cols), all = 0, before = 0;
     char name[64], fused[64];
-    snprintf(name, sizeof name, "blk.%d.%s", n, p->name);
+    snprintf(name, sizeof name, "blk.%d.%s.%s", n, p->name, suffix);
     const GgufTensor *own = gguf_tensor_find(g, name);
-    if (p->fused && (!own || (int64_t)own->dims[vector ? 0 : 1] != (vector ? cols : rows))) {
-        snprintf(fused, sizeof fused, "blk.%d.%s", n, p->fused);
+    if (p->fused && (!own || (int64_t)own->dims[bias ? 0 : 1] != rows)) {
+        snprintf(fused, sizeof fused, "blk.%d.%s.%s", n, p->fused, suffix);
         for (const Part *q = parts; q < parts + COUNT(parts); q++)
             if (q->fused && !strcmp(q->fused, p->fused)) {
-                int64_t size = part_size(m, l, vector ? q->cols : q->rows);
-                before += q < p ? size : 0, all += size;
+                if (q < p) before += part_size(m, l, q->rows);
+                all += part_size(m, l, q->rows);
             }
-        if (gguf_tensor(g, fused, vector ? 1 : all, vector ? all : cols, true, out)) {
-            if (vector && out->format->block > 1) die("%s: %s has blocks", g->r->name, fused);
-            out->data += (size_t)before * (vector ? (size_t)out->format->bytes : out->stride);
-            out->rows = rows, out->cols = cols;
+        if (gguf_tensor(g, fused, bias ? 1 : all, bias ? all : cols, true, out)) {
+            if (bias && out->format->block > 1) die("%s: %s in blocks", g->r->name, fused);
+            out->data += (size_t)before * (bias ? (size_t)out->format->bytes : out->stride);
+            *(bias ? &out->cols : &out->rows) = rows;
             return true;
         }
     }
-    return gguf_tensor(g, name, rows, cols, p->optional, out);
+    return gguf_tensor(g, name, bias ? 1 : rows, bias ? rows : cols, bias, out);
 }
 
 static void gguf_weights(Model *m, const Gguf *g) {
@@ -2745,10 +2727,15 @@ static void gguf_weights(Model *m, const Gguf *g) {
     layers_init(m);
     gguf_ropes(m, g);
     for (int n = 0; n < c->n_layers; n++) {
+        Layer *l = &m->layers[n];
         gguf_layer(m, g, n);
-        for (const Part *p = parts; p < parts + COUNT(parts); p++)
-            if (part_exists(m, &m->layers[n], p) && gguf_part(m, g, n, p, &t))
-                part_set(m, &m->layers[n], p, &t);
+        for (const Part *p = parts; p < parts + COUNT(parts); p++) {
+            if (!part_exists(m, l, p)) continue;
+            gguf_part(m, g, n, p, false, &t);
+            part_set(m, l, p, &t);
+            if (p->rows != NO_DIM && gguf_part(m, g, n, p, true, &t))
+                *(float **)((char *)l + p->bias) = vector_copy(&t);
+        }
     }
 }
 

@@ -47,8 +47,9 @@ static void vocab_free(Vocab *v) {
 static void model_close(Model *m) {
     for (int i = 0; m->layers && i < m->config.n_layers; i++)
         for (int p = 0; p < COUNT(parts); p++)
-            if (parts[p].rows == NO_DIM && part_exists(m, &m->layers[i], &parts[p]))
-                free(*(float **)((char *)&m->layers[i] + parts[p].at));
+            if (part_exists(m, &m->layers[i], &parts[p]))
+                free(*(float **)((char *)&m->layers[i]
+                                 + (parts[p].rows == NO_DIM ? parts[p].at : parts[p].bias)));
     for (int t = 0; t < N_ROPES; t++)
         free(m->config.rope[t].inv_freq), free(m->config.rope[t].inv_long);
     free(m->layers), free(m->output_norm), str_free(&m->warnings);
