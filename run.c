@@ -391,6 +391,14 @@ static void team_wait(Team *t) {
         if (spin > 20000) nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
 }
 
+// A step as a loop, `for (long i; team_next(team, count, &i);)`: 0 ... count - 1, each in one of the
+// threads; it ends for all of them when all is done.
+static bool team_next(Team *t, long count, long *i) {
+    *i = team_take(t);
+    if (*i >= count) team_wait(t);
+    return *i < count;
+}
+
 // Runs work(arg, rank) once in each of t->n threads; fewer if the machine gives fewer.
 static void team_run(Team *t, void (*work)(void *arg, int rank), void *arg) {
     atomic_store(&t->ticket, 0), atomic_store(&t->here, 0);
@@ -2848,7 +2856,9 @@ typedef struct {
     float *share;                       // weights of a row's experts, (chunk, n_used)
     int *chosen;                        // its experts, (chunk, n_used)
     int *place;                         // where each pair stands in order of experts, (pairs)
-    int *expert_end;                    // and where each expert's pairs end there, (n_experts)
+    int n_in_use;                       // experts that have pairs
+    Tensor *expert;                     // their gate, up and down matrices, (n_in_use, 3)
+    Product *product;                   // gate and up, (n_in_use, 2); down from 2 n_experts on
     float *expert_out;                  // what the experts give, (pairs, dim)
     float *logits;                      // (logit_rows, vocab_size)
     int logit_rows;
@@ -2946,7 +2956,7 @@ static void rows_join(const Pass *p, Worker *w, const float *bias, const float *
                       const float *next, Acts *a, float *trace) {
     Session *s = p->s;
     const Config *c = &s->model->config;
-    for (long j; (j = team_take(w->team)) < p->n - p->first;) {
+    for (long j; team_next(w->team, p->n - p->first, &j);) {
         float *x = s->x + (p->first + j) * c->dim, *branch = s->branch + j * c->dim;
         row_add(branch, bias, c->dim);
         if (post) row_norm(s, branch, branch, post, c->dim);
@@ -2955,10 +2965,9 @@ static void rows_join(const Pass *p, Worker *w, const float *bias, const float *
         row_norm(s, a->x + j * a->ldx, x, next, c->dim);
         acts_quantise(s->team.isa, a, (int)j, 0, c->dim);
     }
-    team_wait(w->team);
 }
 
-static const float *rope_turn(const Session *s, int table, int row) {
+static float *rope_turn(const Session *s, int table, int row) { // (n_rot / 2, 2)
     const Rope *r = s->model->config.rope;
     int64_t at = table == ROPE_WINDOW ? (int64_t)s->chunk * r[ROPE_FULL].n_rot : 0;
     return s->turn + at + (int64_t)row * r[table].n_rot;
@@ -2969,7 +2978,7 @@ static void rope_angles(const Session *s, int row) {
     for (int t = 0; t < N_ROPES; t++) {
         const Rope *r = &s->model->config.rope[t];
         const double *inv = s->seq_len > r->short_len ? r->inv_long : r->inv_freq;
-        float *turn = (float *)rope_turn(s, t, row);
+        float *turn = rope_turn(s, t, row);
         for (int i = 0; i < r->n_rot / 2; i++) {
             double angle = s->rows[row].pos * inv[i];
             turn[2 * i] = (float)cos(angle) * r->scale;
@@ -3076,21 +3085,16 @@ static void layer_attention(const Pass *p, Worker *w, const Layer *l, const Acts
 
     int at_once = s->model->config.arch->flags & NORM_QK_WIDE ? l->n_kv_heads : 1;
     int pieces = l->n_kv_heads / at_once;
-    for (long i; (i = team_take(w->team)) < (long)p->n * pieces;)
+    for (long i; team_next(w->team, (long)p->n * pieces, &i);)
         attention_prepare(s, l, (int)i / pieces, (int)i % pieces, at_once);
-    team_wait(w->team);
-
+    // the last tiles first: they see the most keys, and a long ticket at the end keeps all waiting
     int tiles = (rows * (l->n_heads / l->n_kv_heads) + QUERY_TILE - 1) / QUERY_TILE;
-    for (long i; (i = team_take(w->team)) < (long)tiles * l->n_kv_heads;)
+    for (long i; team_next(w->team, (long)tiles * l->n_kv_heads, &i);)
         attention_tile(p, w, l, &att, (int)(i % l->n_kv_heads),
                        tiles - 1 - (int)(i / l->n_kv_heads));
-    team_wait(w->team);
-    if (l->head_size % 32) {            // else attention_tile has done it
-        for (long i; (i = team_take(w->team)) < rows;)
+    if (l->head_size % 32)              // else attention_tile has done it
+        for (long i; team_next(w->team, rows, &i);)
             acts_quantise(s->team.isa, &att, (int)i, 0, q_dim);
-        team_wait(w->team);
-    }
-
     matmul(w, &att, (Product[]){{&l->wo, s->branch, dim, 0, rows}}, 1);
 }
 
@@ -3102,7 +3106,7 @@ static void ffn_dense(const Pass *p, Worker *w, const Layer *l, const Acts *a) {
     Acts h = acts_at(s->pair_acts, rows, hidden);
     matmul(w, a, (Product[]){{&l->w1, s->h1, hidden, 0, rows}, {&l->w3, s->h3, hidden, 0, rows}},
            2);
-    for (long i; (i = team_take(w->team)) < (long)rows * pieces;) {
+    for (long i; team_next(w->team, (long)rows * pieces, &i);) {
         int64_t row = i / pieces, from = i % pieces * part, to = MIN(hidden, from + part);
         float *gate = s->h1 + row * hidden + from, *up = s->h3 + row * hidden + from;
         if (l->b1) row_add(gate, l->b1 + from, to - from);
@@ -3110,7 +3114,6 @@ static void ffn_dense(const Pass *p, Worker *w, const Layer *l, const Acts *a) {
         row_gate(s, h.x + row * h.ldx + from, gate, up, to - from);
         acts_quantise(s->team.isa, &h, (int)row, from, to);
     }
-    team_wait(w->team);
     matmul(w, &h, (Product[]){{&l->w2, s->branch, dim, 0, rows}}, 1);
 }
 
@@ -3131,32 +3134,26 @@ static void experts_choose(const Session *s, const Layer *l, int row) {
     for (int k = 0; k < c->n_used; k++) share[k] /= c->weights_sum_1 ? sum : all;
 }
 
-// Pairs in order of their experts, so that an expert meets its rows as one batch.
-static void experts_sort(const Session *s, const Layer *l, int rows) {
-    int n = rows * s->model->config.n_used, at = 0;
+// Pairs in order of their experts, so that an expert meets its rows as one batch; and the products
+// of the experts in use, gate and up in one list, down in another.
+static void experts_plan(Session *s, const Layer *l, int rows) {
+    const Tensor *const whole[3] = {&l->e1, &l->e3, &l->e2};
+    float *const y[3] = {s->h1, s->h3, s->expert_out};
+    int pairs = rows * s->model->config.n_used, end = 0;
+    s->n_in_use = 0;
     for (int e = 0; e < l->n_experts; e++) {
-        for (int i = 0; i < n; i++) if (s->chosen[i] == e) s->place[i] = at++;
-        s->expert_end[e] = at;
-    }
-}
-
-// One matrix of each expert in use, as a list of products; `all` holds those of all experts.
-static void experts_matmul(const Session *s, Worker *w, const Layer *l, const Acts *a,
-                           const Tensor *const *all, float *const *y, int count) {
-    Tensor matrix[2 * MAX_EXPERTS];
-    Product list[2 * MAX_EXPERTS];
-    int n = 0;
-    for (int e = 0; e < l->n_experts; e++) {
-        int first = e ? s->expert_end[e - 1] : 0;
-        for (int i = 0; i < count && first < s->expert_end[e]; i++, n++) {
-            Tensor *t = &matrix[n];
-            *t = *all[i], t->rows /= l->n_experts;
+        int first = end, n = s->n_in_use;
+        for (int i = 0; i < pairs; i++) if (s->chosen[i] == e) s->place[i] = end++;
+        if (end == first) continue;
+        for (int i = 0; i < 3; i++) {
+            Tensor *t = &s->expert[3 * n + i];
+            *t = *whole[i], t->rows /= l->n_experts;
             t->data += (size_t)(e * t->rows) * t->stride;
-            list[n] =
-                (Product){t, y[i] + first * t->rows, t->rows, first, s->expert_end[e] - first};
+            s->product[i < 2 ? 2 * n + i : 2 * l->n_experts + n] =
+                (Product){t, y[i] + first * t->rows, t->rows, first, end - first};
         }
+        s->n_in_use++;
     }
-    matmul(w, a, list, n);
 }
 
 // Adds to the branch the sum over a row's experts of share * expert(row), in order of choice.
@@ -3167,15 +3164,12 @@ static void ffn_experts(const Pass *p, Worker *w, const Layer *l, const Acts *a)
     int pairs = rows * c->n_used;
     Acts in = acts_at(s->pair_acts, pairs, dim), h = acts_at(s->pair_acts, pairs, hidden);
     matmul(w, a, (Product[]){{&l->router, s->route, l->n_experts, 0, rows}}, 1);
-    for (long i; (i = team_take(w->team)) < rows;) experts_choose(s, l, (int)i);
-    team_wait(w->team);
-    if (w->rank == 0) experts_sort(s, l, rows);
-    team_wait(w->team);
-    for (long i; (i = team_take(w->team)) < pairs;)
+    for (long i; team_next(w->team, rows, &i);) experts_choose(s, l, (int)i);
+    for (long i; team_next(w->team, 1, &i);) experts_plan(s, l, rows);
+    for (long i; team_next(w->team, pairs, &i);)
         acts_copy(&in, s->place[i], a, (int)i / c->n_used);
-    team_wait(w->team);
-    experts_matmul(s, w, l, &in, (const Tensor *[]){&l->e1, &l->e3}, (float *[]){s->h1, s->h3}, 2);
-    for (long i; (i = team_take(w->team)) < pairs;) {
+    matmul(w, &in, s->product, 2 * s->n_in_use);
+    for (long i; team_next(w->team, pairs, &i);) {
         int64_t at = s->place[i], e = s->chosen[i];
         float *gate = s->h1 + at * hidden, *up = s->h3 + at * hidden;
         if (l->be1) row_add(gate, l->be1 + e * hidden, hidden);
@@ -3183,9 +3177,8 @@ static void ffn_experts(const Pass *p, Worker *w, const Layer *l, const Acts *a)
         row_gate(s, h.x + at * h.ldx, gate, up, hidden);
         acts_quantise(s->team.isa, &h, (int)at, 0, hidden);
     }
-    team_wait(w->team);
-    experts_matmul(s, w, l, &h, (const Tensor *[]){&l->e2}, (float *[]){s->expert_out}, 1);
-    for (long i; (i = team_take(w->team)) < rows;) {
+    matmul(w, &h, s->product + 2 * l->n_experts, s->n_in_use);
+    for (long i; team_next(w->team, rows, &i);) {
         float *branch = s->branch + i * dim, shared = 1;
         if (l->shared_gate) {           // the sigmoid of its product with the row
             shared = 0;
@@ -3202,7 +3195,6 @@ static void ffn_experts(const Pass *p, Worker *w, const Layer *l, const Acts *a)
             for (int k = 0; k < dim; k++) branch[k] += s->share[pair] * y[k];
         }
     }
-    team_wait(w->team);
 }
 
 static void forward_worker(void *arg, int rank) {
@@ -3212,7 +3204,7 @@ static void forward_worker(void *arg, int rank) {
     const Model *m = s->model;
     int dim = m->config.dim, wanted = p.n - p.first;
     Acts a = acts_at(s->acts, p.n, dim);
-    for (long i; (i = team_take(w->team)) < p.n;) {
+    for (long i; team_next(w->team, p.n, &i);) {
         float *x = s->x + i * dim;
         tensor_row(&m->embedding, s->rows[i].token, x);
         for (int k = 0; k < dim; k++) x[k] *= m->config.embed_scale;
@@ -3220,7 +3212,6 @@ static void forward_worker(void *arg, int rank) {
         row_norm(s, a.x + i * a.ldx, x, m->layers[0].attn_norm, dim);
         acts_quantise(s->team.isa, &a, (int)i, 0, dim);
     }
-    team_wait(w->team);
     p.first = 0;
     for (int i = 0; i < m->config.n_layers; i++) {
         const Layer *l = &m->layers[i];
@@ -3238,7 +3229,7 @@ static void forward_worker(void *arg, int rank) {
     int64_t vocab = m->config.vocab_size;
     matmul(w, &a, (Product[]){{&m->output, s->logits, vocab, 0, wanted}}, 1);
     if (m->config.logit_divisor == 1 && !m->config.logit_cap) return;
-    for (long i; (i = team_take(w->team)) < wanted;) {
+    for (long i; team_next(w->team, wanted, &i);) {
         float *logits = s->logits + i * vocab;
         for (int64_t k = 0; k < vocab; k++) logits[k] /= m->config.logit_divisor;
         row_cap(s, logits, 0, vocab, m->config.logit_cap);
@@ -4480,7 +4471,8 @@ static Session *session_new(const Model *m, int seq_len, int chunk, bool half, i
         {&s->share, pairs * 4},
         {&s->chosen, pairs * 4},
         {&s->place, pairs * 4},
-        {&s->expert_end, (size_t)c->n_experts * 4},
+        {&s->expert, 3 * (size_t)c->n_experts * sizeof(Tensor)},
+        {&s->product, 3 * (size_t)c->n_experts * sizeof(Product)},
         {&s->expert_out, pairs * dim * 4},
         {&s->scores, (size_t)threads * QUERY_TILE * (size_t)kv_room(s) * 4},
         {&s->logits, (size_t)s->logit_rows * (size_t)c->vocab_size * 4},
