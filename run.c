@@ -22,7 +22,6 @@
  *   12  Manners                 chat templates
  *   13  Modes                   generate, chat, tokenize, score, bench, info
  *   14  Command line and main
- * (11, guessing ahead, is not written yet.)
  *
  * Each addition has one place, with its recipe above it: a weight format (QUANTISED in chapter 2),
  * an architecture (archs[]), a part of a layer (parts[]), a splitter (pretok[]), a chat form
@@ -391,7 +390,7 @@ static void team_wait(Team *t) {
         if (spin > 20000) nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
 }
 
-// A step as a loop, `for (long i; team_next(team, count, &i);)`: 0 ... count - 1, each in one of the
+// A step as a loop, for (long i; team_next(team, count, &i);): 0 ... count - 1, each in one of the
 // threads; it ends for all of them when all is done.
 static bool team_next(Team *t, long count, long *i) {
     *i = team_take(t);
@@ -1926,14 +1925,14 @@ typedef struct {
     int hidden_dim;                     // width of the feed-forward part; with experts, the shared
     int n_experts, n_used, expert_dim;  // experts of a layer, and of a token; their width
     bool weights_sum_1;                 // of the chosen experts
-    int seq_len;                        // positions the model was trained for
+    int seq_len, short_len;             // positions it was trained for; and before it was stretched
     int vocab_size;                     // rows of the embedding; may exceed the tokenizer's entries
     float norm_eps;
     float embed_scale, residual_scale;  // of embeddings; of what blocks add to the stream
     float score_cap, logit_cap;         // c tanh(x / c), 0: none
     float logit_divisor;
-    float heat;                         // Ministral 3: queries at p are multiplied by
-    int heat_len;                       // 1 + heat * ln(1 + floor(p / heat_len))
+    float heat;                         // Ministral 3: queries at position p are multiplied by
+                                        // 1 + heat * ln(1 + floor(p / short_len))
     Rope rope[N_ROPES];
 } Config;
 
@@ -2027,6 +2026,7 @@ enum {
     MAX_DIM = 1 << 20, MAX_LAYERS = 1 << 14, MAX_VOCAB = 1 << 24, MAX_POSITIONS = INT_MAX - 64,
     MAX_KEYS = 1 << 16, MAX_TENSORS = 1 << 18, MAX_EXPERTS = 1024,
 };
+enum { TYPE_F32 = 0, TYPE_BIN_FLAT = 1000, TYPE_BIN_BLOCKS = 1001 }; // rows of formats[]
 
 // ---- the parts of a layer, the same in every kind of file
 enum { NO_DIM, DIM, Q_DIM, KV_DIM, HEAD, HEADS, HIDDEN, SHARED_DIM, EXPERTS, EXPERT_DIM,
@@ -2078,29 +2078,20 @@ static const Part parts[] = {
 };
 
 static int64_t part_size(const Model *m, const Layer *l, int what) {
-    int64_t dim = m->config.dim, head = l->head_size, experts = l->n_experts;
-    switch (what) {
-    case DIM: return dim;
-    case Q_DIM: return l->n_heads * head;
-    case KV_DIM: return l->n_kv_heads * head;
-    case HEAD: return head;
-    case HEADS: return l->n_heads;
-    case HIDDEN: return experts ? 0 : l->hidden_dim;
-    case SHARED_DIM: return experts ? l->hidden_dim : 0;
-    case EXPERTS: return experts;
-    case EXPERT_DIM: return l->expert_dim;
-    case ALL_EXPERT_DIM: return experts * l->expert_dim;
-    case ALL_DIM: return experts * dim;
-    }
-    return 1;
+    int64_t dim = m->config.dim, head = l->head_size, experts = l->n_experts, wide = l->hidden_dim;
+    const int64_t sizes[] = {
+        [NO_DIM] = 1, [DIM] = dim, [Q_DIM] = l->n_heads * head, [KV_DIM] = l->n_kv_heads * head,
+        [HEAD] = head, [HEADS] = l->n_heads, [HIDDEN] = experts ? 0 : wide,
+        [SHARED_DIM] = experts ? wide : 0, [EXPERTS] = experts, [EXPERT_DIM] = l->expert_dim,
+        [ALL_EXPERT_DIM] = experts * l->expert_dim, [ALL_DIM] = experts * dim,
+    };
+    return sizes[what];
 }
 
 static bool part_exists(const Model *m, const Layer *l, const Part *p) {
-    bool known = !p->flags || m->config.arch->flags & p->flags;
-    return known && part_size(m, l, p->rows) && part_size(m, l, p->cols);
+    bool usual = !p->flags || m->config.arch->flags & p->flags;
+    return usual && part_size(m, l, p->rows) && part_size(m, l, p->cols);
 }
-
-enum { TYPE_F32 = 0, TYPE_BIN_FLAT = 1000, TYPE_BIN_BLOCKS = 1001 }; // rows of formats[]
 
 // A copy of a one-row tensor as floats, (cols).
 static float *vector_copy(const Tensor *t) {
@@ -2176,8 +2167,8 @@ static Tensor bin_tensor(BinCursor *b, int64_t rows, int64_t cols, bool matrix) 
 static void bin_layers(Model *m, BinCursor *b, int part) {
     const Part *p = &parts[part];
     for (Layer *l = m->layers; l < m->layers + m->config.n_layers; l++) {
-        Tensor t = bin_tensor(b, part_size(m, l, p->rows), part_size(m, l, p->cols),
-                              p->rows != NO_DIM);
+        int64_t rows = part_size(m, l, p->rows), cols = part_size(m, l, p->cols);
+        Tensor t = bin_tensor(b, rows, cols, p->rows != NO_DIM);
         if (t.data) part_set(m, l, p, &t);
     }
 }
@@ -2186,9 +2177,8 @@ static int bin_int(Reader *r, const char *field, int64_t low, int64_t high) {
     int32_t v = (int32_t)rd_uint(r, 4);
     rd_check(r);
     if (v < low || v > high)
-        rd_die(r, r->at - 4,
-               "%s is %d, expected %" PRId64 " to %" PRId64 " (is it a llama2.c model?)", field, v,
-               low, high);
+        rd_die(r, r->at - 4, "%s is %d, expected %" PRId64 " to %" PRId64 " (is it a llama2.c "
+               "model?)", field, v, low, high);
     return v;
 }
 
@@ -2204,7 +2194,7 @@ static bool bin_header(Model *m, Reader *r, BinCursor *b) { // gives: is the cla
                "and these into groups", c->n_heads, c->n_kv_heads, c->dim);
     int vocab = bin_int(r, "vocab_size", b->version ? 1 : -MAX_VOCAB, MAX_VOCAB);
     if (!vocab) rd_die(r, r->at - 4, "vocab_size is 0");
-    c->vocab_size = abs(vocab);
+    c->vocab_size = abs(vocab);         // in version 0 its sign says whether the classifier is shared
     c->seq_len = bin_int(r, "seq_len", 1, MAX_POSITIONS);
     c->head_size = c->dim / c->n_heads;
     c->norm_eps = 1e-5f;                // llama2.c's constant; no version of the file states it
@@ -2393,9 +2383,8 @@ static int64_t gguf_layer_int(const Gguf *g, const char *key, int layer, int64_t
     return n;
 }
 
-static int64_t gguf_int(const Gguf *g, const char *key, int64_t low, int64_t high,
-                        int64_t missing) {
-    return gguf_layer_int(g, key, -1, low, high, missing);
+static int64_t gguf_int(const Gguf *g, const char *key, int64_t low, int64_t high, int64_t none) {
+    return gguf_layer_int(g, key, -1, low, high, none);
 }
 
 static int gguf_bool(const Gguf *g, const char *key) { // -1 if missing
@@ -2470,18 +2459,15 @@ static void gguf_tensors(Gguf *g, uint64_t n) {
     g->tensors = xalloc((size_t)n, sizeof *g->tensors);
     g->name_map = map_new((size_t)n);
     for (int i = 0; i < g->n_tensors; i++) gguf_tensor_info(g, i);
-    if (!n) return;
-    uint64_t pad = (g->alignment - r->at % g->alignment) % g->alignment;
-    if (pad > r->size - r->at) rd_die(r, r->size, "the file ends before its tensor data");
-    size_t data = r->at + (size_t)pad;
-    uint64_t room = r->size - data;
+    uint64_t data = (r->at + g->alignment - 1) & ~(g->alignment - 1), room = r->size - data;
+    if (n && data > r->size) rd_die(r, r->size, "the file ends before its tensor data");
     for (int i = 0; i < g->n_tensors; i++) {
         GgufTensor *t = &g->tensors[i];
         if (t->offset > room || t->bytes > room - t->offset)
             rd_die(r, data, "tensor %.*s: %" PRIu64 " bytes at offset %" PRIu64 ", but the data "
                    "has %" PRIu64 " (is the file cut short?)", SHOWN(g->names[i]), t->bytes,
                    t->offset, room);
-        t->r = r, t->at = data + (size_t)t->offset;
+        t->r = r, t->at = (size_t)(data + t->offset);
     }
 }
 
@@ -2491,11 +2477,10 @@ static Gguf *gguf_read(Reader *r) {
     r->at = 4;
     uint32_t version = (uint32_t)rd_uint(r, 4);
     uint64_t n_tensors = rd_uint(r, 8), n_keys = rd_uint(r, 8);
-    if (!r->error && version && !(version & 0xFFFF))
-        rd_die(r, 4, "big-endian; only little-endian GGUF is read");
-    if (!r->error && version != 2 && version != 3)
-        rd_die(r, 4, "GGUF version %u, expected 2 or 3", version);
     rd_check(r);
+    if (version && !(version & 0xFFFF))
+        rd_die(r, 4, "big-endian; only little-endian GGUF is read");
+    if (version != 2 && version != 3) rd_die(r, 4, "GGUF version %u, expected 2 or 3", version);
     gguf_pairs(g, n_keys);
     g->arch = gguf_string(g, "general.architecture");
     g->alignment = (uint64_t)gguf_int(g, "general.alignment", 1, 1 << 20, 32);
@@ -2512,11 +2497,11 @@ static void gguf_join(Gguf *g) {
     if (count < 2) return;
     const char *name = g->r->name;
     char end[32];
-    snprintf(end, sizeof end, "-%05d-of-%05d.gguf", no + 1, count);
+    snprintf(end, sizeof end, "-00001-of-%05d.gguf", count);
     size_t stem = strlen(name) - MIN(strlen(name), strlen(end));
-    if (strcmp(name + stem, end))
-        die("%s: part %d of %d, expected a name ending in %s", name, no + 1, count, end);
-    if (no) die("%s: part %d of %d: give the name of the first part", name, no + 1, count);
+    if (no || strcmp(name + stem, end))
+        die("%s: part %d of %d: give the first part, by a name ending in %s", name, no + 1, count,
+            end);
     for (int i = 1; i < count; i++) {
         Str path = {0};                 // kept: messages name the file
         str_add(&path, name, stem);
@@ -2590,7 +2575,7 @@ static void gguf_config(Model *m, const Gguf *g) {
     c->score_cap = gguf_positive(g, ".attn_logit_softcapping", (double)a->score_cap);
     c->logit_cap = gguf_positive(g, ".final_logit_softcapping", (double)a->logit_cap);
     c->heat = gguf_positive(g, ".attention.temperature_scale", 0);
-    c->heat_len = gguf_int(g, ".rope.scaling.original_context_length", 1, INT_MAX, c->seq_len);
+    c->short_len = gguf_int(g, ".rope.scaling.original_context_length", 1, INT_MAX, c->seq_len);
 }
 
 // Heads, width, window and rope of layer i.
@@ -2621,13 +2606,13 @@ static void gguf_layer(Model *m, const Gguf *g, int i) {
 }
 
 // YaRN: slow pairs turn `factor` times slower, fast ones as ever, those between in between.
-static void rope_yarn(Rope *r, const Gguf *g, double base, double factor, int original,
-                      bool exact) {
+static void rope_yarn(Rope *r, const Gguf *g, double base, double factor, const Config *c) {
+    bool exact = c->arch->flags & YARN_EXACT;
     double fast = gguf_positive(g, ".rope.scaling.yarn_beta_fast", 32), ends[2];
     double slow = gguf_positive(g, ".rope.scaling.yarn_beta_slow", 1);
     double turn = gguf_positive(g, ".rope.scaling.yarn_log_multiplier", 0);
     for (int i = 0; i < 2; i++) // the pair that turns so often in the original context
-        ends[i] = r->n_rot * log(original / (2 * acos(-1) * (i ? slow : fast))) / (2 * log(base));
+        ends[i] = r->n_rot * log(c->short_len / (2 * acos(-1) * (i ? slow : fast))) / (2 * log(base));
     double low = MAX(0, exact ? ends[0] : floor(ends[0]));
     double high = MIN(r->n_rot - 1, exact ? ends[1] : ceil(ends[1]));
     for (int i = 0; i < r->n_rot / 2; i++) {
@@ -2639,7 +2624,7 @@ static void rope_yarn(Rope *r, const Gguf *g, double base, double factor, int or
     r->scale = gguf_positive(g, ".rope.scaling.yarn_attn_factor", grow);
 }
 
-// Divides the angles by a tensor, one divisor a pair, each at least `least`; false if there is none.
+// Divides the angles by a tensor, one divisor of at least `least` a pair; false if there is none.
 static bool rope_divide(const Gguf *g, const char *name, int pairs, float least, double *inv_freq) {
     Tensor t;
     if (!gguf_tensor(g, name, 1, pairs, true, &t)) return false;
@@ -2663,24 +2648,23 @@ static void gguf_ropes(Model *m, const Gguf *g) {
     double base = gguf_positive(g, ".rope.freq_base", own_base ? own_base : 10000);
     double factor = gguf_positive(g, ".rope.scale_linear", 1); // the old name
     factor = gguf_positive(g, ".rope.scaling.factor", factor);
-    int original = c->heat_len;
     Span type = gguf_string(g, ".rope.scaling.type");
     bool yarn = span_is(type, "yarn"), linear = !type.n || span_is(type, "linear");
     if (!yarn && !linear && !span_is(type, "none") && !span_is(type, "longrope"))
         gguf_wrong(g, ".rope.scaling.type", "none, linear, yarn or longrope");
     rope_init(r, n_rot, base, linear ? factor : 1);
-    if (yarn) rope_yarn(r, g, base, factor, original, c->arch->flags & YARN_EXACT);
+    if (yarn) rope_yarn(r, g, base, factor, c);
     r->scale *= gguf_positive(g, ".rope.scaling.attn_factor", 1);
     if (c->arch->flags & WINDOW_ROPE) // Gemma 3's window layers have a base of their own
         rope_init(&c->rope[ROPE_WINDOW], n_rot,
                   gguf_positive(g, ".rope.freq_base_swa", own_base ? 10000 : base), 1);
-    // Llama 3.1's scaling comes as divisors, 1 or more (files of 2023 had the frequencies themselves
-    // under this name); longrope's as two sets, for short and long contexts.
+    // Llama 3.1's scaling comes as divisors of 1 and more (some old files have the frequencies under
+    // this name: refused); longrope's as two sets, for short and for long contexts.
     if (rope_divide(g, "rope_freqs.weight", n_rot / 2, 1, r->inv_freq)) return;
     r->inv_long = xalloc((size_t)n_rot / 2, sizeof *r->inv_long);
     memcpy(r->inv_long, r->inv_freq, (size_t)n_rot / 2 * sizeof *r->inv_long);
     if (rope_divide(g, "rope_factors_long.weight", n_rot / 2, FLT_MIN, r->inv_long))
-        r->short_len = original;
+        r->short_len = c->short_len;
     rope_divide(g, "rope_factors_short.weight", n_rot / 2, FLT_MIN, r->inv_freq);
 }
 
@@ -2752,6 +2736,7 @@ enum { NEED_VOCAB = 1, NEED_WEIGHTS = 2 };
 
 static void vocab_from_bin(Vocab *v, Reader *r, int vocab_size); // chapter 8
 static void vocab_from_gguf(Vocab *v, const Gguf *g, Str *warnings);
+
 // The vocabulary of a .bin: FILE of -z, or STEM.tokenizer.bin or tokenizer.bin beside the model, or
 // tokenizer.bin in the working folder; the first that exists counts.
 static void bin_vocab(Model *m, const char *path) {
@@ -3021,7 +3006,7 @@ static void attention_prepare(const Session *s, const Layer *l, int row, int h, 
         row_norm(s, k + i, k + i, l->k_norm, wide ? kv_dim : d);
     rope_apply(s, l, q, kv_heads * group, row);
     rope_apply(s, l, k, kv_heads, row);
-    float heat = c->heat ? (float)(1 + (double)c->heat * log(1 + pos / c->heat_len)) : 1;
+    float heat = c->heat ? (float)(1 + (double)c->heat * log(1 + pos / c->short_len)) : 1;
     for (int i = 0; c->heat && i < q_dim; i++) q[i] *= heat;
     for (int i = 0; i < kv_heads; i++) kv_store(s, l, h + i, pos, k + i * d, v + i * d);
 }
@@ -4315,17 +4300,6 @@ static void best_sink(Candidate *heap, int n, int i) { // the best on top
     heap[i] = c;
 }
 
-static void best_heap(Candidate *heap, int n) {
-    for (int i = n / 2 - 1; i >= 0; i--) best_sink(heap, n, i);
-}
-
-static Candidate best_pop(Candidate *heap, int *n) {
-    Candidate best = heap[0];
-    heap[0] = heap[--*n];
-    best_sink(heap, *n, 0);
-    return best;
-}
-
 static void penalise(float *logits, int n, const int *recent, int n_recent, float penalty) {
     int from = MAX(0, n_recent - PENALTY_WINDOW);
     for (int i = from; i < n_recent; i++) {
@@ -4346,20 +4320,19 @@ static int argmax(int isa, const float *logits, int n) {
 // Moves the best of list[0 .. n) to its front, best first: at most `most`, and no more than it
 // takes for their sum to pass `enough`. Gives their number.
 static int keep_best(Candidate *list, int n, int most, float enough, float *sum) {
-    best_heap(list, n);
     int left = n;
-    *sum = 0;
-    while (left > 0 && n - left < most && *sum <= enough) {
-        Candidate best = best_pop(list, &left);
+    for (int i = n / 2 - 1; i >= 0; i--) best_sink(list, n, i);
+    for (*sum = 0; left > 0 && n - left < most && *sum <= enough;) {
+        Candidate best = list[0];
+        list[0] = list[--left], list[left] = best; // taken ones gather behind the heap, best last
+        best_sink(list, left, 0);
         *sum += best.p;
-        list[left] = best;              // the popped gather behind the shrinking heap, best last
     }
     int kept = n - left;
-    for (int i = left, j = n - 1; i < j; i++, j--) {
+    for (int i = 0; i < MIN(kept, n / 2); i++) {   // turned round
         Candidate c = list[i];
-        list[i] = list[j], list[j] = c;
+        list[i] = list[n - 1 - i], list[n - 1 - i] = c;
     }
-    memmove(list, list + left, sizeof *list * (size_t)kept);
     return kept;
 }
 
@@ -4414,18 +4387,15 @@ static int sample(Sampler *s, float *logits, int n, const int *recent, int n_rec
  * space, not memory.
  */
 static void session_cache(Session *s) {
-    const Config *c = &s->model->config;
-    double bytes = (double)cache_bytes_per_token(s->model, s->half) * (double)kv_room(s);
-    if (bytes > (double)memory_size())
+    const Model *m = s->model;
+    const double per_position = (double)cache_bytes_per_token(m, s->half), most = memory_size();
+    if (per_position * (double)kv_room(s) > most)
         die("the cache for %d positions takes %.1f GB, this machine has %.1f: use a smaller -c",
-            s->seq_len, bytes / 1e9, (double)memory_size() / 1e9);
-    for (int i = 0; i < c->n_layers; i++) {
-        const Layer *l = &s->model->layers[i];
-        size_t slot = 2 * (size_t)l->n_kv_heads * (size_t)l->head_size * (size_t)kv_room(s)
-                      * (s->half ? 2 : 4);
-        s->slot_bytes = MAX(s->slot_bytes, slot);
-    }
-    s->cache = xalloc(s->slot_bytes, (size_t)c->n_layers);
+            s->seq_len, per_position * (double)kv_room(s) / 1e9, most / 1e9);
+    for (const Layer *l = m->layers; l < m->layers + m->config.n_layers; l++)
+        s->slot_bytes = MAX(s->slot_bytes, (size_t)l->n_kv_heads * (size_t)l->head_size);
+    s->slot_bytes *= 2 * (size_t)kv_room(s) * (s->half ? 2 : 4); // keys and values
+    s->cache = xalloc(s->slot_bytes, (size_t)m->config.n_layers);
 }
 
 // One thread for each core that the process may use; a model so small that threads would mostly
