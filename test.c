@@ -297,6 +297,105 @@ static void test_split(void) {
     outcome_free(&set);
 }
 
+// ---- one model, written in other ways
+static Outcome scored(const char *path) {
+    return program(path, "-m", "score", "--ids", "-i", "1 2 3 4 5 6 7 8 9 10", "-q", NULL);
+}
+
+static bool scores_alike(const char *path, const char *other) {
+    Outcome a = scored(path), b = scored(other);
+    bool alike = !a.status && !b.status && a.out.n > 20 && !strcmp(a.out.p, b.out.p);
+    if (a.status || b.status) printf("  %s%s", a.err.p, b.err.p);
+    outcome_free(&a), outcome_free(&b);
+    return alike;
+}
+
+// A copy of a GGUF with the last letter of a key changed, so that nobody finds it.
+static void write_without(const char *name, const char *key, const char *path) {
+    Reader r = fixture(name);
+    uint8_t *copy = xalloc(r.size, 1);
+    memcpy(copy, r.base, r.size);
+    for (size_t at = 0; at + strlen(key) < r.size; at++)
+        if (!memcmp(copy + at, key, strlen(key))) copy[at + strlen(key) - 1] ^= 1;
+    write_file(path, copy, r.size);
+    free(copy), file_unmap(&r);
+}
+
+static void kv_add(Str *s, const char *key, uint32_t type, const void *value, size_t n) {
+    uint64_t length = strlen(key);
+    str_add(s, &length, 8), str_add(s, key, length), str_add(s, &type, 4), str_add(s, value, n);
+}
+
+// A copy of a GGUF with a key added, and a second one that fills up to 32 bytes.
+static void write_with(const char *name, const char *key, uint32_t type, const void *value,
+                       size_t n, const char *path) {
+    Reader r = fixture(name);
+    Str s = {0};
+    uint64_t keys;
+    str_add(&s, r.base, 24);
+    memcpy(&keys, s.p + 16, 8), keys += 2, memcpy(s.p + 16, &keys, 8);
+    kv_add(&s, key, type, value, n);
+    char filler[64] = "general.filler.............................";
+    filler[8 + (32 - (s.n - 24 + 13 + 8) % 32) % 32] = 0;
+    kv_add(&s, filler, GGUF_BOOL, "", 1);
+    str_add(&s, r.base + 24, r.size - 24);
+    write_file(path, s.p, s.n);
+    str_free(&s), file_unmap(&r);
+}
+
+// A copy of a GGUF of floats in which q, k and v, and their biases, are one tensor.
+static void write_fused(const char *name, const char *path) {
+    Reader r = fixture(name);
+    const Gguf *g = gguf_read(&r);
+    Str head = {0}, data = {0};
+    uint64_t count = 0;
+    str_add(&head, r.base, (size_t)(g->names[0].p - 8 - (const char *)r.base));
+    for (int i = 0; i < g->n_tensors; i++) {
+        const GgufTensor *t = &g->tensors[i];
+        char title[128], part[128];
+        snprintf(title, sizeof title, "%.*s", SHOWN(g->names[i]));
+        if (strstr(title, "attn_k.") || strstr(title, "attn_v.")) continue;
+        const char *q = strstr(title, "attn_q.");
+        uint64_t dims[2] = {t->dims[0], t->dims[1]}, offset = data.n, length;
+        str_add(&data, r.base + t->at, (size_t)t->bytes);
+        for (int other = 0; q && other < 2; other++) {
+            snprintf(part, sizeof part, "%.*sattn_%c%s", (int)(q - title), title, "kv"[other],
+                     q + 6);
+            const GgufTensor *more = gguf_tensor_find(g, part);
+            str_add(&data, r.base + more->at, (size_t)more->bytes);
+            if (strstr(q, "bias")) dims[0] += more->dims[0];
+            else dims[1] += more->dims[1];
+        }
+        while (data.n % 32) str_add(&data, "", 1);
+        snprintf(part, sizeof part, "%.*sattn_qkv%s", q ? (int)(q - title) : 0, title,
+                 q ? q + 6 : "");
+        length = strlen(q ? part : title), count++;
+        str_add(&head, &length, 8), str_add(&head, q ? part : title, length);
+        str_add(&head, &(uint32_t){2}, 4), str_add(&head, dims, 16);
+        str_add(&head, &t->type, 4), str_add(&head, &offset, 8);
+    }
+    memcpy(head.p + 8, &count, 8);
+    while (head.n % 32) str_add(&head, "", 1);
+    str_add(&head, data.p, data.n);
+    write_file(path, head.p, head.n);
+    str_free(&head), str_free(&data), file_unmap(&r);
+}
+
+static void test_spellings(void) {
+    write_without("qwen2moe.gguf", "qwen2moe.expert_feed_forward_length", "a.tmp");
+    check(scores_alike("a.tmp", "tests/qwen2moe.gguf"), "experts of a width that no key says");
+    write_without("qwen2moe.gguf", "qwen2moe.expert_shared_feed_forward_length", "a.tmp");
+    check(scores_alike("a.tmp", "tests/qwen2moe.gguf"), "a shared one of a width that no key says");
+    write_fused("qwen2.gguf", "a.tmp");
+    check(scores_alike("a.tmp", "tests/qwen2.gguf"), "q, k and v with biases as one tensor");
+    // no rope at all is rope with angles too small to turn anything
+    write_with("granite.gguf", "granite.rope.scaling.finetuned", GGUF_BOOL, "", 1, "a.tmp");
+    write_with("granite.gguf", "granite.rope.scale_linear", GGUF_F32, &(float){1e29f}, 4, "b.tmp");
+    check(scores_alike("a.tmp", "b.tmp"), "Granite without rope");
+    check(!scores_alike("a.tmp", "tests/granite.gguf"), "Granite with and without rope are alike");
+    remove("a.tmp"), remove("b.tmp");
+}
+
 // ---- the promise: the same bits whatever the company
 static void test_invariance(void) {
     static const char *const models[] = {"models/story.gguf", "models/story.bin",
@@ -410,11 +509,6 @@ static void test_chat(void) {
     check(o.status == 0 && str_has(&o.err, "it is left out") && o.out.n,
           "a message beyond the context: %d %s", o.status, o.err.p);
     outcome_free(&o), str_free(&line);
-}
-
-static void kv_add(Str *s, const char *key, uint32_t type, const void *value, size_t n) {
-    uint64_t length = strlen(key);
-    str_add(s, &length, 8), str_add(s, key, length), str_add(s, &type, 4), str_add(s, value, n);
 }
 
 // What a file states about sampling counts in a chat, if no option speaks of it; nonsense never.
@@ -1395,6 +1489,7 @@ static const struct { const char *name, *what; void (*run)(void); bool by_name; 
     {"kernels", "every product against its definition, bit for bit", test_kernels, false},
     {"reference", "logits and residuals against transformers", test_reference, false},
     {"split", "a model in several files", test_split, false},
+    {"spellings", "one model, written in other ways", test_spellings, false},
     {"invariance", "same bits whatever threads, chunk, instruction set", test_invariance, false},
     {"sessions", "rewinding and feeding anew changes nothing", test_sessions, false},
     {"chat", "turns, full contexts, end of input", test_chat, false},
