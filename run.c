@@ -2194,7 +2194,7 @@ static bool bin_header(Model *m, Reader *r, BinCursor *b) { // gives: is the cla
                "and these into groups", c->n_heads, c->n_kv_heads, c->dim);
     int vocab = bin_int(r, "vocab_size", b->version ? 1 : -MAX_VOCAB, MAX_VOCAB);
     if (!vocab) rd_die(r, r->at - 4, "vocab_size is 0");
-    c->vocab_size = abs(vocab);         // in version 0 its sign says whether the classifier is shared
+    c->vocab_size = abs(vocab);         // version 0: below 0 where the classifier is not shared
     c->seq_len = bin_int(r, "seq_len", 1, MAX_POSITIONS);
     c->head_size = c->dim / c->n_heads;
     c->norm_eps = 1e-5f;                // llama2.c's constant; no version of the file states it
@@ -2610,9 +2610,11 @@ static void rope_yarn(Rope *r, const Gguf *g, double base, double factor, const 
     bool exact = c->arch->flags & YARN_EXACT;
     double fast = gguf_positive(g, ".rope.scaling.yarn_beta_fast", 32), ends[2];
     double slow = gguf_positive(g, ".rope.scaling.yarn_beta_slow", 1);
-    double turn = gguf_positive(g, ".rope.scaling.yarn_log_multiplier", 0);
-    for (int i = 0; i < 2; i++) // the pair that turns so often in the original context
-        ends[i] = r->n_rot * log(c->short_len / (2 * acos(-1) * (i ? slow : fast))) / (2 * log(base));
+    double damp = gguf_positive(g, ".rope.scaling.yarn_log_multiplier", 0);
+    for (int i = 0; i < 2; i++) { // the pair that turns so often in the original context
+        double turns = i ? slow : fast;
+        ends[i] = r->n_rot * log(c->short_len / (2 * acos(-1) * turns)) / (2 * log(base));
+    }
     double low = MAX(0, exact ? ends[0] : floor(ends[0]));
     double high = MIN(r->n_rot - 1, exact ? ends[1] : ceil(ends[1]));
     for (int i = 0; i < r->n_rot / 2; i++) {
@@ -2620,12 +2622,12 @@ static void rope_yarn(Rope *r, const Gguf *g, double base, double factor, const 
         r->inv_freq[i] *= 1 - ramp + ramp / factor;
     }
     double grow = 0.1 * log(factor);
-    grow = factor > 1 ? (grow + 1) / (turn * grow + 1) : 1;
+    grow = factor > 1 ? (grow + 1) / (damp * grow + 1) : 1;
     r->scale = gguf_positive(g, ".rope.scaling.yarn_attn_factor", grow);
 }
 
 // Divides the angles by a tensor, one divisor of at least `least` a pair; false if there is none.
-static bool rope_divide(const Gguf *g, const char *name, int pairs, float least, double *inv_freq) {
+static bool rope_divide(const Gguf *g, const char *name, int pairs, float least, double *inv) {
     Tensor t;
     if (!gguf_tensor(g, name, 1, pairs, true, &t)) return false;
     float *divisor = vector_copy(&t);
@@ -2633,7 +2635,7 @@ static bool rope_divide(const Gguf *g, const char *name, int pairs, float least,
         if (!(divisor[i] >= least && divisor[i] < 1e31f))
             die("%s: tensor %s: element %d is %g, expected %g or more", g->r->name, name, i,
                 (double)divisor[i], (double)least);
-        inv_freq[i] /= (double)divisor[i];
+        inv[i] /= (double)divisor[i];
     }
     free(divisor);
     return true;
@@ -2658,8 +2660,8 @@ static void gguf_ropes(Model *m, const Gguf *g) {
     if (c->arch->flags & WINDOW_ROPE) // Gemma 3's window layers have a base of their own
         rope_init(&c->rope[ROPE_WINDOW], n_rot,
                   gguf_positive(g, ".rope.freq_base_swa", own_base ? 10000 : base), 1);
-    // Llama 3.1's scaling comes as divisors of 1 and more (some old files have the frequencies under
-    // this name: refused); longrope's as two sets, for short and for long contexts.
+    // Llama 3.1's scaling comes as divisors of 1 and more (old files with the frequencies themselves
+    // under this name are refused); longrope's as two sets, for short and for long contexts.
     if (rope_divide(g, "rope_freqs.weight", n_rot / 2, 1, r->inv_freq)) return;
     r->inv_long = xalloc((size_t)n_rot / 2, sizeof *r->inv_long);
     memcpy(r->inv_long, r->inv_freq, (size_t)n_rot / 2 * sizeof *r->inv_long);
@@ -2668,8 +2670,7 @@ static void gguf_ropes(Model *m, const Gguf *g) {
     rope_divide(g, "rope_factors_short.weight", n_rot / 2, FLT_MIN, r->inv_freq);
 }
 
-// What a file holds beyond the parts known here may matter: fluent and wrong is worse than a
-// warning.
+// What a file holds beyond the parts known here may matter: fluent and wrong is worse than warned.
 static void gguf_unused(Model *m, const Gguf *g) {
     int count = 0;
     Span first = {0};
