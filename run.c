@@ -2660,7 +2660,7 @@ static void gguf_ropes(Model *m, const Gguf *g) {
     if (c->arch->flags & WINDOW_ROPE) // Gemma 3's window layers have a base of their own
         rope_init(&c->rope[ROPE_WINDOW], n_rot,
                   gguf_positive(g, ".rope.freq_base_swa", own_base ? 10000 : base), 1);
-    // Llama 3.1's scaling comes as divisors of 1 and more (old files that hold the frequencies under
+    // Llama 3.1's scaling comes as divisors of 1 and more (old files that hold frequencies under
     // this name are refused); longrope's as two sets, for short and for long contexts.
     if (rope_divide(g, "rope_freqs.weight", n_rot / 2, 1, r->inv_freq)) return;
     r->inv_long = xalloc((size_t)n_rot / 2, sizeof *r->inv_long);
