@@ -208,7 +208,8 @@ static const char *const references[] = {
     "qwen2.gguf",      "qwen2-window.gguf", "qwen3.gguf",     "qwen3-yarn.gguf", "qwen3moe.gguf",
     "qwen3moe-raw.gguf",                   "qwen2moe.gguf",   "mixtral.gguf",    "mistral.gguf",
     "gemma.gguf",      "gemma2.gguf",      "gemma3.gguf",     "phi3.gguf",       "phi3-short.gguf",
-    "phi3-long.gguf",  "olmo2.gguf",       "olmo3.gguf",      "granite.gguf",    "granitemoe.gguf", "granitemoe-shared.gguf",
+    "phi3-long.gguf",  "olmo2.gguf",       "olmo3.gguf",      "granite.gguf",    "granitemoe.gguf",
+    "granitemoe-shared.gguf",
     "smollm3.gguf",    "mistral3.gguf",    "gpt-oss.gguf",    "gpt-oss-mxfp4.gguf",
 };
 
@@ -770,9 +771,9 @@ static void test_kernels(void) {
 }
 
 // ---- tokenizers
-/* tests/tokens.txt, pretok.txt: "VOCAB PRE FLAGS hextext id id ...". VOCAB: bpe (tests/bpe.gguf), story, llama2
- * (tokenizer.bin). FLAGS: - none, b: with BOS, s: control tokens count, n: NFC changes it, u: has
- * U+2581, which SentencePiece takes for a space. */
+/* tests/tokens.txt, pretok.txt: "VOCAB PRE FLAGS hextext id id ...". VOCAB: bpe (tests/bpe.gguf),
+ * story, llama2 (tokenizer.bin). FLAGS: - none, b: with BOS, s: control tokens count, n: NFC changes
+ * it, u: has U+2581, which SentencePiece takes for a space. */
 // Are these the ids of a text, and do they give it back? FLAGS as above; r: only the latter counts.
 static void check_ids(const Vocab *v, const char *name, Span flags, Span hex, Span want) {
     Str text = unhex(hex), back = {0};
@@ -1047,7 +1048,8 @@ static void test_thinking(void) {
         {"gpt-oss", "<|start|>assistant", "<|channel|>final<|message|>A", "", "A"},
         {"gpt-oss", "<|start|>assistant", "A", NULL, "A"},
     };
-    shown_thinking("qwen3", THINK_UNSAID, "<think>\nhm</think>\n\nA. B", "<think>\nhm</think>\n\nA");
+    shown_thinking("qwen3", THINK_UNSAID, "<think>\nhm</think>\n\nA. B",
+                   "<think>\nhm</think>\n\nA");
     shown_thinking("qwen3", THINK_HIDE, "<think>\nhm. </think>\n\nA. B", "A");
     shown_thinking("qwen3", THINK_UNSAID, "A. B", "A");
     for (int i = 0; i < COUNT(cases); i++) {
