@@ -5547,7 +5547,10 @@ static void opt_set(Options *o, const Opt *opt, const char *value) {
     void *field = (char *)o + opt->at;
     if (opt->kind == FLAG) *(bool *)field = true;
     else if (opt->kind == TEXT) *(const char **)field = value;
-    else if (opt->kind == TEXTS) o->stops[o->n_stops++] = (Span){value, strlen(value)};
+    else if (opt->kind == TEXTS) {
+        if (!*value) die_usage("--%s: an empty text", opt->name);
+        o->stops[o->n_stops++] = (Span){value, strlen(value)};
+    }
     else if (opt->kind == WORD) {
         const char *word = opt->arg;
         int place = 1;
