@@ -3686,9 +3686,9 @@ static const Pretok pretok[] = {
     {"smaug-bpe dbrx chatglm-bpe glm4 glm5", PRE_WHOLE, {RE_LLAMA3("%N{1,3}")}},
     {"minicpm5", PRE_WHOLE, {"%N{1,3}", RE_LLAMA3("%N+")}},
     {"jais-2", 0,
-     {RE_ENDINGS "|" RE_WORDS("%N{1,3}") "[\r\n]*|%s*[\r\n]+|%s{512}(?!%S)|%s{256}(?!%S)"
-      "|%s{128}(?!%S)|%s{64}(?!%S)|%s{32}(?!%S)|%s{16}(?!%S)|%s{8}(?!%S)|%s{4}(?!%S)"
-      "|%s{1,2}(?!%S)|%s"}},
+     {RE_ENDINGS "|" RE_WORDS("%N{1,3}") "[\r\n]*|(?<![^%S\r\n])%s*[\r\n]+|%s{512}(?!%S)"
+      "|%s{256}(?!%S)|%s{128}(?!%S)|%s{64}(?!%S)|%s{32}(?!%S)|%s{16}(?!%S)|%s{8}(?!%S)"
+      "|%s{4}(?!%S)|%s{1,2}(?!%S)|%s"}},
     {"qwen2 f2llmv2", PRE_NFC, {RE_LLAMA3("%N")}},
     {"deepseek-r1-qwen megrez stablelm2 hunyuan kormo solar-open grok-2", 0, {RE_LLAMA3("%N")}},
     {"qwen35", PRE_NFC, {RE_ENDINGS "|[^\r\n%L%N]?[%L%M]+|%N| ?[^%s%L%M%N]+" RE_TAIL}},
