@@ -1125,7 +1125,7 @@ INLINE void float_dot(const Simd *v, const Format *f, int cols, const Product *p
     const Tensor *t = p->w;
     const float *in = x->x + first * x->ldx;
     const uint8_t *at[4];
-    float y[4][3] = {{0}}; // not p->y: another thread may make the same row once more
+    float y[4][3] = {{0}}; // not p->y: row[] may name a row twice
     for (int r = 0; r < 4; r++) at[r] = weight_at(t, row[r], 0, 1, f->bytes);
     for (int64_t k = 0; k < t->cols;) {
         V8f l[4][3], w, column[3];
@@ -1770,14 +1770,15 @@ static long product_tickets(const Worker *w, const Acts *x, const Tensor *t) {
     return (long)((rows + each - 1) / each);
 }
 
-// Four streams, a quarter of the matrix apart. Where rows run out the last is made again.
+// Four streams, a quarter of the matrix apart. Where rows run out the first stream's is made again:
+// no other thread writes it.
 static void product_dots(const Worker *w, const Acts *x, const Product *p, long ticket) {
     const Tensor *t = p->w;
     const int64_t quarter = (t->rows + 3) / 4, each = ticket_rows(w, x, t);
     Dot *dot = t->format->dot[w->team->isa != ISA_C];
     for (int64_t i = ticket * each; i < MIN(quarter, (ticket + 1) * each); i++) {
         int64_t row[4];
-        for (int r = 0; r < 4; r++) row[r] = MIN(t->rows - 1, i + r * quarter);
+        for (int r = 0; r < 4; r++) row[r] = i + r * quarter < t->rows ? i + r * quarter : i;
         for (int c = 0; c < x->n; c += COLUMNS) dot(p, row, x, c, MIN(COLUMNS, x->n - c));
     }
 }
