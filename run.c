@@ -4750,11 +4750,14 @@ static Span span_trim(Span s) {
 
 // What stands between two texts, where it is text and not code that makes one; p = NULL: nowhere.
 static Span span_between(Span s, const char *before, const char *behind) {
+    const char *end = s.p, *code;       // each byte is searched once, however often `before` comes
     for (const char *found; before && *before && (found = span_find(s, before));) {
-        Span text = s = span_from(s, found + strlen(before));
-        const char *end = span_find(s, behind);
-        text.n = end ? (size_t)(end - text.p) : 0;
-        if (end && !strchr("'\"", *text.p) && !span_has(text, "}}")) return text;
+        s = span_from(s, found + strlen(before));
+        if (end < s.p && !(end = span_find(s, behind))) break;
+        Span text = {s.p, (size_t)(end - s.p)};
+        if (strchr("'\"", *text.p)) continue;
+        if (!(code = span_find(text, "}}"))) return text;
+        s = span_from(s, code);
     }
     return (Span){0};
 }
