@@ -3790,7 +3790,6 @@ static bool span_at(Span s, size_t i, Span part) { // does part stand at byte i 
 }
 
 static Span tok_space(const Vocab *v) { return v->bin ? SPAN(" ") : SPAN(TOK_BAR); }
-static Span tok_spelling(const Vocab *v, int id) { return v->text[id]; }
 
 // ---- building one
 static void vocab_new(Vocab *v, int size, bool scores) {
@@ -4719,7 +4718,7 @@ static void render_form(Rendering *r, const Form *f, const char *form, int part)
         Span word = {brace + 1, strcspn(brace + 1, "}")};
         form = word.p + word.n + 1;
         int id = span_is(word, "bos") ? f->v->bos : span_is(word, "eos") ? f->v->eos : NO_TOKEN;
-        if (id >= 0) render_bytes(r, tok_spelling(f->v, id), false);
+        if (id >= 0) render_bytes(r, f->v->text[id], false);
         else if (span_starts(word, "date ")) render_date(r, f, span_from(word, word.p + 5));
         else if (*word.p == (f->think ? '+' : '-'))
             render_bytes(r, span_from(word, word.p + 1), false);
@@ -5158,7 +5157,7 @@ static void speaker_say(Speaker *s, int id) {
     if (!t) speaker_put(s, str_span(&s->piece));
     if (!t) return;
     if (!s->piece.n && id < v->size) {  // a control token is part of marks or of nothing
-        str_add(&s->piece, tok_spelling(v, id).p, tok_spelling(v, id).n);
+        str_add(&s->piece, v->text[id].p, v->text[id].n);
         if (!strstr(think_mark(t, 0), s->piece.p) && !strstr(think_mark(t, 1), s->piece.p))
             s->piece.n = 0;
     }
