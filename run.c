@@ -301,6 +301,11 @@ static Reader file_map(const char *name) {
     return r;
 }
 
+static bool file_same(const char *a, const char *b) {
+    struct stat s, t;
+    return !stat(a, &s) && !stat(b, &t) && s.st_dev == t.st_dev && s.st_ino == t.st_ino;
+}
+
 static bool file_exists(const char *name) { return access(name, R_OK) == 0; }
 
 static double now(void) { // seconds
@@ -1520,7 +1525,7 @@ INLINE void exp8(const Simd *v, V8f *x) {
         V8f next = exp_series[i];
         v->fma_or(&p, &r, &next), p = next;
     }
-    p = (V8f)((V8i)p + ((V8i)t << 23));
+    p = (V8f)((V8u)p + ((V8u)t << 23));
     *x = CHOOSE(given != given, given, p);
 }
 
@@ -2393,13 +2398,19 @@ static int gguf_bool(const Gguf *g, const char *key) { // -1 if missing
     return v ? g->r->base[v->at] != 0 : -1;
 }
 
-// A finite number above zero; 0 counts as missing, as its writers mean it.
-static double gguf_positive(const Gguf *g, const char *key, double missing) {
+// A finite number, at least 0 or, gguf_positive, above it.
+static double gguf_number(const Gguf *g, const char *key, double missing) {
     const GgufValue *v = gguf_typed(g, key, GGUF_F32, false);
-    double x = v ? (double)f32_at(g->r->base + v->at) : 0;
+    double x = v ? (double)f32_at(g->r->base + v->at) : missing;
     if (!(x >= 0 && x < 1e30))
-        rd_die(g->r, v->at, "key %s is %g, expected a number above 0", FULL(key), x);
-    return x > 0 ? x : missing;
+        rd_die(g->r, v->at, "key %s is %g, expected a number from 0 on", FULL(key), x);
+    return x;
+}
+
+static double gguf_positive(const Gguf *g, const char *key, double missing) {
+    double x = gguf_number(g, key, missing);
+    if (x == 0) die("%s: key %s is 0, expected a number above it", g->r->name, FULL(key));
+    return x;
 }
 
 // Puts the reader at the first element; gives their count, 0 if the key is missing.
@@ -2475,7 +2486,7 @@ static void gguf_tensors(Gguf *g, uint64_t n) {
 static Gguf *gguf_read(Reader *r) {
     Gguf *g = xalloc(1, sizeof *g);
     g->r = r;
-    r->at = 4;
+    if (rd_uint(r, 4) != 0x46554747) rd_die(r, 0, "not a GGUF file"); // "GGUF"
     uint32_t version = (uint32_t)rd_uint(r, 4);
     uint64_t n_tensors = rd_uint(r, 8), n_keys = rd_uint(r, 8);
     rd_check(r);
@@ -2510,7 +2521,9 @@ static void gguf_join(Gguf *g) {
         Reader *r = xalloc(1, sizeof *r);
         *r = file_map(path.p);
         Gguf *part = gguf_read(r);
-        if (gguf_int(part, "split.no", 0, 99999, -1) != i) die("%s: not part %d", path.p, i + 1);
+        if (gguf_int(part, "split.no", 0, 99999, -1) != i
+            || gguf_int(part, "split.count", 0, 99999, 0) != count)
+            die("%s: not part %d of %d", path.p, i + 1, count);
         part->next = g->next, g->next = part;
     }
 }
@@ -2548,9 +2561,26 @@ static bool gguf_tensor(const Gguf *g, const char *name, int64_t rows, int64_t c
     return true;
 }
 
+// Mechanisms that no row of archs[] has: a file that asks for one is refused, not run without.
+static void gguf_foreign(const Gguf *g) {
+    static const struct { const char *key; int low, high; } keys[] = {
+        {".expert_group_count", 0, 1}, {".leading_dense_block_count", 0, 0},
+        {".nextn_predict_layers", 0, 0}, {".attention.causal", 1, 1},
+        {".use_parallel_residual", 0, 0},
+    };
+    for (int i = 0; i < COUNT(keys); i++)
+        gguf_int(g, keys[i].key, keys[i].low, keys[i].high, keys[i].low);
+    if (gguf_int(g, ".expert_gating_func", 0, 3, 1) == 2)
+        gguf_wrong(g, ".expert_gating_func", "softmax (1 or 3): sigmoid is not known here");
+    double scale = gguf_number(g, ".expert_weights_scale", 1);
+    if ((scale && scale != 1) || gguf_number(g, ".attention.clamp_kqv", 0))
+        die("%s: scaled expert weights or clamped queries, which are not known here", g->r->name);
+}
+
 // The sizes, for layers that are alike, then multipliers and caps.
 static void gguf_config(Model *m, const Gguf *g) {
     Config *c = &m->config;
+    gguf_foreign(g);
     const Arch *a = c->arch;
     c->dim = gguf_int(g, ".embedding_length", 1, MAX_DIM, NEEDED);
     c->n_layers = gguf_int(g, ".block_count", 1, MAX_LAYERS, NEEDED);
@@ -2573,9 +2603,9 @@ static void gguf_config(Model *m, const Gguf *g) {
     c->embed_scale = gguf_positive(g, ".embedding_scale", embed);
     c->residual_scale = gguf_positive(g, ".residual_scale", 1);
     c->logit_divisor = gguf_positive(g, ".logit_scale", 1);
-    c->score_cap = gguf_positive(g, ".attn_logit_softcapping", (double)a->score_cap);
-    c->logit_cap = gguf_positive(g, ".final_logit_softcapping", (double)a->logit_cap);
-    c->heat = gguf_positive(g, ".attention.temperature_scale", 0);
+    c->score_cap = gguf_number(g, ".attn_logit_softcapping", (double)a->score_cap);
+    c->logit_cap = gguf_number(g, ".final_logit_softcapping", (double)a->logit_cap);
+    c->heat = gguf_number(g, ".attention.temperature_scale", 0);
     c->short_len = gguf_int(g, ".rope.scaling.original_context_length", 1, INT_MAX, c->seq_len);
 }
 
@@ -2611,7 +2641,7 @@ static void rope_yarn(Rope *r, const Gguf *g, double base, double factor, const 
     bool exact = c->arch->flags & YARN_EXACT;
     double fast = gguf_positive(g, ".rope.scaling.yarn_beta_fast", 32), ends[2];
     double slow = gguf_positive(g, ".rope.scaling.yarn_beta_slow", 1);
-    double damp = gguf_positive(g, ".rope.scaling.yarn_log_multiplier", 0);
+    double damp = gguf_number(g, ".rope.scaling.yarn_log_multiplier", 0);
     for (int i = 0; i < 2; i++) { // the pair that turns so often in the original context
         double turns = i ? slow : fast;
         ends[i] = r->n_rot * log(c->short_len / (2 * acos(-1) * turns)) / (2 * log(base));
@@ -2650,7 +2680,8 @@ static void gguf_ropes(Model *m, const Gguf *g) {
     double own_base = (double)c->arch->base;
     double base = gguf_positive(g, ".rope.freq_base", own_base ? own_base : 10000);
     double factor = gguf_positive(g, ".rope.scale_linear", 1); // the old name
-    factor = gguf_positive(g, ".rope.scaling.factor", factor);
+    double scaled = gguf_number(g, ".rope.scaling.factor", factor); // 0: none is stated
+    factor = scaled > 0 ? scaled : factor;
     Span type = gguf_string(g, ".rope.scaling.type");
     bool yarn = span_is(type, "yarn"), linear = !type.n || span_is(type, "linear");
     if (!yarn && !linear && !span_is(type, "none") && !span_is(type, "longrope"))
@@ -2668,6 +2699,7 @@ static void gguf_ropes(Model *m, const Gguf *g) {
     memcpy(r->inv_long, r->inv_freq, (size_t)n_rot / 2 * sizeof *r->inv_long);
     if (rope_divide(g, "rope_factors_long.weight", n_rot / 2, FLT_MIN, r->inv_long))
         r->short_len = c->short_len;
+    else if (span_is(type, "longrope")) gguf_wrong(g, ".rope.scaling.type", "its factors as tensors");
     rope_divide(g, "rope_factors_short.weight", n_rot / 2, FLT_MIN, r->inv_freq);
 }
 
@@ -2768,8 +2800,9 @@ static void gguf_open(Model *m, int need) {
     Span kind = gguf_string(g, "tokenizer.ggml.model");
     bool known = span_is(kind, "llama") || span_is(kind, "gpt2") || span_is(kind, "gemma4");
     if (need & NEED_VOCAB || (!need && known)) vocab_from_gguf(&m->vocab, g, &m->warnings);
-    if (!(need & NEED_WEIGHTS)) return;
+    if (need == NEED_VOCAB) return;
     gguf_join(m->gguf);
+    if (!need) return;
     if (!g->n_tensors && !g->next) die("%s: a vocabulary without a model", m->file.name);
     Str list = {0};
     for (int i = 0; i < COUNT(archs); i++) {
@@ -4923,7 +4956,8 @@ enum { DEFAULT_STEPS = 256, DEFAULT_CONTEXT = 4096, SCORE_PIECE = 512 };
 typedef struct {                        // what a user may say, see opts[]
     const char *model, *tokenizer, *input, *file, *system, *template, *date, *logits;
     double temperature, top_k, top_p, min_p, repeat_penalty;
-    double seed, steps, threads, chunk, context; // not given: steps is NAN, context 0
+    uint64_t seed;                      // 0: from the clock
+    double steps, threads, chunk, context; // not given: steps is NAN, context 0
     int mode, think, kv;                // the word's place, from 1 on; 0 where not given
     Span *stops;                        // --stop, in order
     int n_stops;
@@ -4935,7 +4969,7 @@ typedef struct {                        // what a user may say, see opts[]
 
 /* The table of options is the parser and the help text. To add one: a field in Options, a row here,
  * its use. */
-enum { FLAG, TEXT, TEXTS, WORD, WHOLE, REAL };
+enum { FLAG, TEXT, TEXTS, WORD, SEED, WHOLE, REAL };
 
 typedef struct {
     char letter;                        // 0: long name only
@@ -4961,7 +4995,7 @@ static const Opt opts[] = {
     {0, "min-p", REAL, AT(min_p), "X", "drop below X of the best's probability", 0, 0, 1, "min_p"},
     {0, "repeat-penalty", REAL, AT(repeat_penalty), "X", "weaken the last 64 tokens", 0, 0, 100,
      "penalty_repeat"},
-    {'s', "seed", WHOLE, AT(seed), "N", "of the draws; 0 or less: from the clock", 0, -9e15, 9e15},
+    {'s', "seed", SEED, AT(seed), "N", "of the draws; 0 or less: from the clock"},
     {'y', "system", TEXT, AT(system), "TEXT", "system message of a chat; \"\" is an empty one"},
     {0, "template", TEXT, AT(template), "NAME", "force a chat form; `list` lists them"},
     {0, "think", WORD, AT(think), "on|off|hide", "let a chat's model think, or think unseen"},
@@ -5090,7 +5124,7 @@ static Sampler start_sampler(const Options *o, const Session *s, bool chat) {
     }
     if (use.top_p < 0 || use.top_p > 1) use.top_p = 0.9; // this and the next line as llama2.c
     if (use.temperature < 0) use.temperature = 0;
-    uint64_t seed = o->seed > 0 ? (uint64_t)o->seed : (time_seed() | 1) % (1ull << 53);
+    uint64_t seed = o->seed ? o->seed : time_seed() | 1;
     if (!o->quiet && use.temperature > 0) fprintf(stderr, "seed: %" PRIu64 "\n", seed);
     return (Sampler){
         .temperature = (float)use.temperature, .top_p = (float)use.top_p,
@@ -5196,10 +5230,10 @@ static void speak(Speaker *s) {
 static void cmd_generate(const Options *o, const Model *m) {
     Ids ids = input_ids(o, m);
     if (!ids.n) ids_add(&ids, m->vocab.bos >= 0 ? m->vocab.bos : MAX(m->vocab.eos, 0));
-    int64_t prompt = (int64_t)ids.n, steps = INT_MAX; // as far as the context goes
+    int64_t prompt = (int64_t)ids.n, steps = INT_MAX; // -n 0: as far as the context goes
     if (isnan(o->steps)) steps = prompt < DEFAULT_STEPS ? DEFAULT_STEPS : prompt + DEFAULT_STEPS;
     else if (o->steps > 0) steps = (int64_t)o->steps;
-    int64_t context = context_size(o, m, steps);
+    int64_t context = context_size(o, m, steps < INT_MAX ? steps : prompt);
     if (MIN(prompt, steps) > context)
         die("the prompt has %" PRId64 " tokens, the context %" PRId64
             " positions (-c N makes it larger)", prompt, context);
@@ -5364,6 +5398,8 @@ static void cmd_score(const Options *o, const Model *m) {
         die("--logits: the text has %zu tokens, the context %.0f positions: use -c %zu", ids.n,
             (double)context, ids.n);
     if (pieces && context < 4) die("score: a text in pieces needs -c 4 or more");
+    if (o->logits && file_same(o->logits, m->file.name))
+        die("%s: the logits would overwrite the model", o->logits);
     FILE *dump = o->logits ? fopen(o->logits, "wb") : NULL;
     if (o->logits && !dump) die("%s: cannot open: %s", o->logits, strerror(errno));
     Session *s = start_session(o, m, context, 32);
@@ -5446,16 +5482,17 @@ static bool info_types(const Model *m, Str *out) { // is the cache f16 by defaul
         parameters = c->n_layers * layer + c->dim
                      + (int64_t)c->dim * c->vocab_size * (m->tied ? 1 : 2);
     }
-    bool untied = g && map_find(&g->name_map, g->names, SPAN("output.weight")) >= 0;
-    for (int i = 0; g && i < g->n_tensors; i++) {
-        const GgufTensor *t = &g->tensors[i];
-        const Format *f = gguf_format(t->type);
-        count[f ? f - formats : COUNT(formats)]++;
-        half |= t->type != TYPE_F32 && !(untied && span_is(g->names[i], "token_embd.weight"));
-        parameters += (int64_t)(t->dims[0] * t->dims[1] * t->dims[2] * t->dims[3]);
-    }
+    bool untied = g && gguf_tensor_find(g, "output.weight");
+    for (; g; g = g->next)
+        for (int i = 0; i < g->n_tensors; i++) {
+            const GgufTensor *t = &g->tensors[i];
+            const Format *f = gguf_format(t->type);
+            count[f ? f - formats : COUNT(formats)]++;
+            half |= t->type != TYPE_F32 && !(untied && span_is(g->names[i], "token_embd.weight"));
+            parameters += (int64_t)(t->dims[0] * t->dims[1] * t->dims[2] * t->dims[3]);
+        }
     str_printf(out, "parameters: %" PRId64 "\ntypes:%s", parameters,
-               g ? "" : half ? " int8" : " f32");
+               m->gguf ? "" : half ? " int8" : " f32");
     for (int i = 0; i < COUNT(count); i++)
         if (count[i])
             str_printf(out, " %s %" PRId64, i < COUNT(formats) ? formats[i].name : "unknown",
@@ -5561,6 +5598,12 @@ static void opt_set(Options *o, const Opt *opt, const char *value) {
             if (!*(word += strcspn(word, "|")))
                 die_usage("--%s: `%s`, expected %s", opt->name, value, opt->arg);
         *(int *)field = place;
+    } else if (opt->kind == SEED) { // more digits than a double has
+        char *end;
+        errno = 0;
+        unsigned long long x = strtoull(value, &end, 10);
+        if (end == value || *end || errno) die_usage("--seed: `%s` is not a whole number", value);
+        *(uint64_t *)field = strchr(value, '-') ? 0 : x;
     } else {
         char *end;
         double x = strtod(value, &end);

@@ -355,6 +355,13 @@ static void test_split(void) {
                           "1 2 3 4 5 6", NULL);
     check(!set.status && set.out.n > 20 && str_has(&whole.out, set.out.p), "%s", set.err.p);
     outcome_free(&whole), outcome_free(&set);
+    set = program("tests/split-00001-of-00003.gguf", "-m", "info", NULL);
+    check(str_has(&set.out, "types: f32") && !str_has(&set.out, "parameters: 0\n"), "%s", set.out.p);
+    outcome_free(&set);
+    set = program("models/story.gguf", "-m", "score", "-i", "x y", "--logits",
+                  "models/story.gguf", NULL);
+    check(set.status == 1 && str_has(&set.err, "overwrite"), "%s", set.err.p);
+    outcome_free(&set);
     set = program("tests/split-00002-of-00003.gguf", "-i", "x", NULL);
     check(set.status == 1 && str_has(&set.err, "the first part"), "%s", set.err.p);
     outcome_free(&set);
