@@ -799,8 +799,8 @@ def hf_rope(config, arch, where):
     """Base and scaling, from transformers 5's rope_parameters or the older keys, and the base of
     the layers with a window."""
     if not isinstance(config.get("rope_parameters"), (dict, type(None))):
-        raise ExportError(f"{where}: rope_parameters is {config['rope_parameters']!r:.60}, expected "
-                          "an object")
+        raise ExportError(f"{where}: rope_parameters is {config['rope_parameters']!r:.60}, "
+                          "expected an object")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or arch.defaults.get(
         "rope_scaling", {})
     local = {"rope_theta": config.get("rope_local_base_freq")}
