@@ -12,6 +12,7 @@ import argparse
 import base64
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -42,7 +43,8 @@ def parsing(path):
         yield
     except KeyError as e:
         raise ExportError(f"{path}: {e.args[0]} is missing") from None
-    except (TypeError, AttributeError, ValueError, IndexError, ArithmeticError, re.error) as e:
+    except (TypeError, AttributeError, ValueError, IndexError, ArithmeticError, re.error,
+            struct.error) as e:
         raise ExportError(f"{path}: unexpected content: {type(e).__name__} {one_line(e)}") from None
 
 
@@ -236,7 +238,8 @@ EYES = {    # models that see: the text model in them, by its model_type
 
 
 def find_arch(config, where):
-    name = (config.get("architectures") or [f"of type {config.get('model_type')}"])[0]
+    names = config.get("architectures") or f"of type {config.get('model_type')}"
+    name = names if isinstance(names, str) else names[0]
     text = config.get("text_config")
     if text and name.endswith("ForConditionalGeneration"):
         name += f" with {text.get('model_type')}"
@@ -795,6 +798,9 @@ ROPE_NEEDS = {
 def hf_rope(config, arch, where):
     """Base and scaling, from transformers 5's rope_parameters or the older keys, and the base of
     the layers with a window."""
+    if not isinstance(config.get("rope_parameters"), (dict, type(None))):
+        raise ExportError(f"{where}: rope_parameters is {config['rope_parameters']!r:.60}, "
+                          "expected an object")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or arch.defaults.get(
         "rope_scaling", {})
     local = {"rope_theta": config.get("rope_local_base_freq")}
@@ -820,6 +826,9 @@ def hf_rope(config, arch, where):
         if not isinstance(rope.get(key), (int, float)) or not 0 < rope[key] < math.inf:
             raise ExportError(f"{where}: {key} of rope_type {kind} is {rope.get(key)!r}, expected "
                               "a positive number")
+    if kind == "longrope" and rope["original_max_position_embeddings"] <= 1:
+        raise ExportError(f"{where}: original_max_position_embeddings is "
+                          f"{rope['original_max_position_embeddings']}, expected more than 1")
     if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
         raise ExportError(f"{where}: low_freq_factor is not below high_freq_factor")
     if kind == "yarn" and rope.get("truncate", True) != arch.truncate:
@@ -845,6 +854,27 @@ def hf_windows(config, arch, n_layers, where):
         raise ExportError(f"{where}: layer_types has {len(types)} entries and {listing(other)}, "
                           f"expected full_attention or sliding_attention for {n_layers} layers")
     return window, [t == "sliding_attention" for t in types]
+
+
+def refuse_values(config, arch, where):
+    """Settings whose value has no meaning; those that are null or missing have a default."""
+    def number(x):
+        return type(x) in (int, float) and 0 < x < 1e30     # not so for NaN
+
+    for keys, good, expected in (
+            ([k for k in MULTIPLIERS if k in arch.keys], number, "a positive number below 1e30"),
+            (["query_pre_attn_scalar"], number, "a positive number below 1e30"),
+            ([k for k in GEMMA_CAPS if k in arch.keys],     # null: no cap
+             lambda x: x is None or x == 0 or number(x), "a number from 0 to 1e30"),
+            (["hidden_act", "hidden_activation"], lambda x: isinstance(x, str), "a name"),
+            (["norm_topk_prob"] if arch.normed is not None else [],
+             lambda x: isinstance(x, bool), "true or false"),
+            (["num_experts_per_tok"] if EXPERTS[0] in arch.layer else [],
+             lambda x: type(x) is int, "a whole number")):
+        for key in keys:
+            absent = key not in config or config[key] is None and keys[0] == "hidden_act"
+            if not absent and not good(config[key]):
+                raise ExportError(f"{where}: {key} is {config[key]!r:.60}, expected {expected}")
 
 
 def refuse_settings(config, arch, where):
@@ -875,6 +905,7 @@ def hf_params(config, where):
     if not 0 < config["num_hidden_layers"] <= 1000:
         raise ExportError(f"{where}: num_hidden_layers is {config['num_hidden_layers']}, expected "
                           "1 to 1000")
+    refuse_values(config, arch, where)
     refuse_settings(config, arch, where)
     theta, rope, local_theta = hf_rope(config, arch, where)
     dim, n_heads = config["hidden_size"], config["num_attention_heads"]
@@ -1346,8 +1377,12 @@ def finish_vocab(v, folder, rows, stops):
 
 @contextlib.contextmanager
 def whole_file(path):
-    """A name to write to, which becomes path only if all goes well."""
-    part = path.with_name(path.name + ".part")
+    """A new file's name to write to, which becomes path only if all goes well."""
+    for i in itertools.count():
+        part = path.with_name(path.name + (f".{i}.part" if i else ".part"))
+        with contextlib.suppress(FileExistsError):
+            open(part, "x").close()     # tempfile would make it unreadable for others
+            break
     try:
         yield part
         os.replace(part, path)
@@ -1420,10 +1455,23 @@ def param_keys(p):
     return keys
 
 
+def check_fit(name, value, form):
+    """GGUFWriter packs numbers late, where nobody knows their names any more."""
+    try:
+        struct.pack("<" + form, value)
+        fits = math.isfinite(value)
+    except (struct.error, OverflowError):
+        fits = False
+    if not fits:
+        raise ValueError(f"{name} is {value!r:.40}, which does not fit")
+
+
 def write_params(w, p):
     for key, value in param_keys(p).items():
         add = {int: w.add_uint32, float: w.add_float32, bool: w.add_bool, str: w.add_string,
                list: w.add_array}[type(value)]
+        if type(value) in (int, float):
+            check_fit(key, value, "I" if type(value) is int else "f")
         add(f"{p.arch.gguf}.{key}", value)
 
 
@@ -1451,8 +1499,11 @@ def write_sampling(w, generation):
                            ("top_p", w.add_sampling_top_p, float),
                            ("min_p", w.add_sampling_min_p, float),
                            ("repetition_penalty", w.add_sampling_penalty_repeat, float)):
-        if type(generation.get(key)) in (int, float):
-            add(kind(generation[key]))
+        value = generation.get(key)
+        if type(value) in (int, float):
+            check_fit(key, value, "f")
+            check_fit(key, kind(value), "i" if kind is int else "f")
+            add(kind(value))
 
 
 def rope_tensors(p):
@@ -1584,17 +1635,24 @@ def encode(x, kind, name):
 
 def write_gguf(path, model, params, v, a):
     """Without a model: the tokenizer alone; without params: nothing known of a model."""
+    import numpy as np
     gguf = package("gguf")
     w = gguf.GGUFWriter(path, params.arch.gguf if params else "llama")
     w.add_type("model")
     w.add_name(a.name or (a.hf.resolve().name if a.hf else a.out.stem))
     plan = []
+    settings = a.hf / "config.json" if a.hf else a.meta or a.checkpoint
     if params:
-        write_params(w, params)
+        with parsing(settings):
+            write_params(w, params)
     if model:
         wanted = a.type or model.source.dtype(next(iter(
             model.tensors["token_embd.weight"].sources)))
-        ropes = rope_tensors(params)
+        with parsing(settings), np.errstate(all="ignore"):
+            ropes = rope_tensors(params)
+            for name, x in ropes.items():
+                if not (np.isfinite(x) & (x > 0)).all():
+                    raise ValueError(f"{name} would hold values that are not positive numbers")
         plan = [(name, t.shape, storage_type(name, t, wanted, params))
                 for name, t in model.tensors.items()]
         plan += [(name, x.shape, gguf.GGMLQuantizationType.F32) for name, x in ropes.items()]
@@ -1609,7 +1667,9 @@ def write_gguf(path, model, params, v, a):
                     log.note(f"rows are not a multiple of {multiple}, stored as {other.lower()}: "
                              + listing(kept))
     write_vocab(w, v)
-    write_sampling(w, read_json(a.hf / "generation_config.json") if a.hf else {})
+    if a.hf:
+        with parsing(a.hf / "generation_config.json"):
+            write_sampling(w, read_json(a.hf / "generation_config.json"))
     for name, shape, kind in plan:
         block, size = gguf.GGML_QUANT_SIZES[kind]
         w.add_tensor_info(name, shape, "float32", math.prod(shape) // block * size, kind)
@@ -1808,7 +1868,23 @@ def find_vocab(a):
     return v
 
 
+def keep_inputs(a, outputs):
+    """No output may replace a file that is read, nor the original weights beside it."""
+    inputs = [f for f in (a.tokenizer, a.checkpoint) if f]
+    for folder in filter(None, (a.hf, a.meta, a.lora)):
+        if folder.is_dir():     # earlier outputs may lie there too
+            inputs += [f for f in folder.iterdir() if f.resolve().suffix not in (".gguf", ".bin")
+                       or re.match("(pytorch|adapter)_model", f.name)]
+    with contextlib.suppress(ExportError):
+        inputs += weight_files(a.hf) if a.hf else []
+    real = {os.path.realpath(f) for f in inputs}
+    for out in outputs:
+        if os.path.realpath(out) in real:
+            raise ExportError(f"{out}: is an input, which would be replaced: give another OUT")
+
+
 def run_gguf(a):
+    keep_inputs(a, [a.out])
     model = None if a.vocab_only else load_model(a)
     params = model and model.params
     if a.vocab_only and a.hf:       # the shape is welcome but not needed
@@ -1821,13 +1897,16 @@ def run_gguf(a):
         raise ExportError(f"{a.checkpoint}: holds no tokenizer: give one with --tokenizer FILE")
     if a.checkpoint and not stops:      # llama2.c's models end a story with the BOS of the next
         stops = [v.ids[role] for role in ("eos", "bos") if role in v.ids]
-    finish_vocab(v, a.hf, model and params.vocab_size, stops)
+    with parsing(a.hf or a.tokenizer or a.meta):
+        finish_vocab(v, a.hf, model and params.vocab_size, stops)
     with whole_file(a.out) as part:
         write_gguf(part, model, params, v, a)
     return [a.out]
 
 
 def run_bin(a):
+    tokenizer_out = a.out.with_suffix(".tokenizer.bin") if a.hf or a.meta or a.checkpoint else a.out
+    keep_inputs(a, [a.out, tokenizer_out])
     model = load_model(a) if a.hf or a.meta or a.checkpoint else None
     v = find_vocab(a)
     if model:
@@ -1837,7 +1916,6 @@ def run_bin(a):
         v.fit(model.params.vocab_size, a.tokenizer or a.hf or a.meta)
     elif model:
         log.note("no tokenizer here, so none is written; --tokenizer FILE gives one")
-    tokenizer_out = a.out.with_suffix(".tokenizer.bin") if model else a.out
     with contextlib.ExitStack() as stack:
         if v:
             check_bin_vocab(v)

@@ -265,7 +265,13 @@ def refusals(check):
             ("granite", {"rope_parameters": LONG}, "longrope"), ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "chunked"),
             ("qwen2", {"quantization_config": {"quant_method": "bitnet"}}, "bitnet"),
             ("qwen2", {"quantization_config": {"quant_method": "awq", "version": "gemv"}}, "awq gemv"),
-            ("qwen2", {"quantization_config": {"quant_method": "compressed-tensors", "format": "marlin-24"}}, "marlin-24")):
+            ("qwen2", {"quantization_config": {"quant_method": "compressed-tensors", "format": "marlin-24"}}, "marlin-24"),
+            ("granite", {"logits_scaling": [1]}, "logits_scaling"), ("granite", {"embedding_multiplier": 0}, "embedding_multiplier"),
+            ("granite", {"residual_multiplier": 1e30}, "residual_multiplier"), ("granite", {"attention_multiplier": float("nan")}, "attention_mul"),
+            ("gemma2", {"query_pre_attn_scalar": -4}, "query_pre_attn_scalar"), ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+            ("gemma2", {"final_logit_softcapping": 1e300}, "final_logit_softcapping"), ("qwen3moe", {"norm_topk_prob": 1e30}, "norm_topk_prob"),
+            ("qwen2", {"rope_parameters": []}, "rope_parameters"), ("qwen2", {"hidden_act": ["silu"]}, "hidden_act"),
+            ("llama3", {"rope_parameters": {**LLAMA3, "factor": 1e300}}, "rope_freqs")):
         with tempfile.TemporaryDirectory() as folder:
             folder = pathlib.Path(folder)
             _, config = family(folder, name)
@@ -274,6 +280,27 @@ def refusals(check):
                                   stderr=subprocess.PIPE, text=True)
             ok = done.returncode == 1 and words in done.stderr and done.stderr.count("\n") == 1 and not (folder / "a.gguf").exists()
             check(ok, f"{name} refused: {done.stderr.strip()[:100]}")
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        checkpoint(folder, True, 1)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "architectures": "LlamaForCausalLM"}))
+        (folder / "v.gguf.part").write_text("mine")
+        export(folder / "v.gguf", "--hf", folder, "--vocab-only")
+        export(folder / "v.gguf", "--hf", folder)
+        before = sorted(f.name for f in folder.iterdir())
+        check((folder / "v.gguf.part").read_text() == "mine" and len(before) == 6, "another's .part is kept, architectures as a string")
+        (folder / "link.gguf").symlink_to("v.gguf")
+        (folder / "weights.bin").symlink_to("model.safetensors")
+        for out, options, generation, words in (
+                ("v.gguf", ["--tokenizer", folder / "v.gguf", "--vocab-only"], {}, "is an input"),
+                ("link.gguf", ["--tokenizer", folder / "v.gguf", "--vocab-only"], {}, "is an input"),
+                ("weights.bin", ["--hf", folder], {}, "is an input"),
+                ("a.gguf", ["--hf", folder], {"top_k": 1e30}, "top_k"), ("a.gguf", ["--hf", folder], {"temperature": 1e300}, "temperature")):
+            (folder / "generation_config.json").write_text(json.dumps(generation))
+            done = subprocess.run([sys.executable, str(ROOT / "export.py"), folder / out, *options], stderr=subprocess.PIPE, text=True)
+            check(done.returncode == 1 and words in done.stderr and done.stderr.count("\n") == 1 and not (folder / "a.gguf").exists(),
+                  f"refused: {done.stderr.strip()[-100:]}")
 
 
 def save(path, tensors):
