@@ -2699,7 +2699,8 @@ static void gguf_ropes(Model *m, const Gguf *g) {
     memcpy(r->inv_long, r->inv_freq, (size_t)n_rot / 2 * sizeof *r->inv_long);
     if (rope_divide(g, "rope_factors_long.weight", n_rot / 2, FLT_MIN, r->inv_long))
         r->short_len = c->short_len;
-    else if (span_is(type, "longrope")) gguf_wrong(g, ".rope.scaling.type", "its factors as tensors");
+    else if (span_is(type, "longrope"))
+        gguf_wrong(g, ".rope.scaling.type", "its factors as tensors");
     rope_divide(g, "rope_factors_short.weight", n_rot / 2, FLT_MIN, r->inv_freq);
 }
 

@@ -356,7 +356,8 @@ static void test_split(void) {
     check(!set.status && set.out.n > 20 && str_has(&whole.out, set.out.p), "%s", set.err.p);
     outcome_free(&whole), outcome_free(&set);
     set = program("tests/split-00001-of-00003.gguf", "-m", "info", NULL);
-    check(str_has(&set.out, "types: f32") && !str_has(&set.out, "parameters: 0\n"), "%s", set.out.p);
+    check(str_has(&set.out, "types: f32") && !str_has(&set.out, "parameters: 0\n"), "%s",
+          set.out.p);
     outcome_free(&set);
     set = program("models/story.gguf", "-m", "score", "-i", "x y", "--logits",
                   "models/story.gguf", NULL);
