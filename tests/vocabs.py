@@ -22,7 +22,8 @@ ROOT = HERE.parent
 OUT = ROOT / "models" / "real" / "vocab"
 NPM = ["llama3", "qwen3", "gemma3", "deepseek_v3", "gpt2", "gptoss", "llama2"]
 WORKED = {"qwen3": {"你好，world！今天的 weather 真不错 😊":
-                    [108386, 3837, 14615, 6313, 106560, 9104, 10236, 250, 253, 100832, 26525, 232], "龘": [82912, 246]}}
+                    [108386, 3837, 14615, 6313, 106560, 9104, 10236, 250, 253, 100832, 26525, 232], "龘": [82912, 246],
+                    "合肥今天天气怎么样": [102614, 100644, 104307, 104472]}}
 SPACES = [" ", "  ", "   ", "\t", "\n", "\n\n", "\r\n", "\r", "\u00a0", "\u2003", "\u3000", "\u2028", "\u0085", "\v", "\f", "\x1c"]
 WORDS = """the lamp of an old pier Hello WORLD HelloWorld XMLHttp snake_case kebab-case I'll DON'T it's we'Re o'clock rock'n'roll
 naïve café Straße ÄPFEL résumé Cửa Việt Türkçe ıİ ǅ ﬁ Ωmega ελληνικά Привет мир Български Հայերեն ქართული שלום עולם مرحبا
