@@ -460,6 +460,18 @@ static float rng_float(uint64_t *state) { // [0, 1)
 #define KEEP(v) __asm__("" : "+v"(v)) // in its register: gcc re-associates sums, repeats loads
 #endif
 
+#ifdef HAVE_X86
+// Vector code is compiled for its instruction set whatever the command line says; isa_best() looks
+// before any of it runs.
+#define AVX2_TARGET __attribute__((target("avx2,fma,f16c")))
+#define AVX2 AVX2_TARGET __attribute__((always_inline)) static inline
+#define AVX2_CALL AVX2_TARGET __attribute__((noinline)) static
+#define AVX512_TARGET \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
+#define AVX512 AVX512_TARGET __attribute__((always_inline)) static inline
+#define AVX512_CALL AVX512_TARGET __attribute__((noinline)) static
+#endif
+
 enum { ISA_C, ISA_AVX2, ISA_AVX512, ISA_COUNT };
 enum { LANES = 8, FLOAT_BLOCK = 2048 };
 
@@ -478,8 +490,10 @@ typedef struct {            // activations: n rows of floats, and the same as 16
     int64_t cols;
     float *x;               // row i at x + i * ldx
     int16_t *q;             // row i at q + i * ldq; a block's 16 even-numbered values, then the odd
+    uint8_t *bytes;         // row i at bytes + 2 * i * ldq: q by bytes, for AVX-512 (bytes_at)
     float *dx;              // row i at dx + i * ldb: one scale a block
-    int32_t *sum;           // row i at sum + 2 * i * ldb: [2][ldb] a block's first 16, second 16
+    int32_t *sum;           // row i at sum + 3 * i * ldb: [3][ldb] a block's first 16, second 16,
+                            // all but what is in its lower bytes (AVX-512)
     int64_t ldx, ldq, ldb;  // in elements; odd numbers of cache lines, so that rows do not collide
 } Acts;
 
@@ -490,12 +504,14 @@ typedef struct {            // y[i * ldy + r] = row r of w times row i of x
     int first, n;           // of these rows of x: row `first` makes y[0 .. ldy)
 } Product;
 
-typedef uint64_t V32 __attribute__((vector_size(32))); // GNU C's vectors: 32 bytes as four words,
+typedef uint64_t V64 __attribute__((vector_size(64))); // GNU C's vectors: bytes as words,
+typedef uint64_t V32 __attribute__((vector_size(32)));
 typedef uint32_t V8u __attribute__((vector_size(32))); // and eights of numbers
 typedef int32_t V8i __attribute__((vector_size(32)));
 typedef float V8f __attribute__((vector_size(32)));
 typedef struct {            // eight blocks of 32 weights, opened: one is (u - offset) * s + m
-    V32 u[8];               // a byte a weight
+    V32 u[8];               // a byte a weight; or, where registers are wide,
+    V64 w[4];               // of blocks i and i + 4
     V8f s[2], m[2];         // of block i in element i; [1]: of its second 16 weights, in formats
                             // whose scales or minima serve 16
     V8i sc[2], mn[2];       // formats of 256 weights: s and m in units of the file's d and dmin
@@ -514,10 +530,12 @@ typedef union {
 } Panel;
 
 // The kinds of kernels. Dot: four rows of p->w times n <= COLUMNS columns from `first` on.
+// Load: the eight blocks at p; the first n of them are the tensor's at `at`.
 // Pack: weights k ... k + len - 1 of rows row ... into a panel; past the last row it is repeated.
 // Tile: the lanes of a few columns += the panel's weights times len activations of x.
 enum { COLUMNS = 4 };
 typedef void Dot(const Product *p, const int64_t *row, const Acts *x, int first, int n);
+typedef void Load(const Tensor *t, const uint8_t *p, const uint8_t *at, int n, Group *g);
 typedef void Pack(const Tensor *t, int64_t row, int64_t k, int len, int rows, Panel *p);
 typedef void Tile(const Format *f, const Panel *p, const Acts *x, int column, int len, float *part);
 
@@ -531,10 +549,10 @@ struct Format {
     int bits_at;           // place of 32 fifth bits, bit k for weight k; 0: none
     int d_at;              // place of the block's f16 scale, its f16 minimum follows; -1: elsewhere
     const uint8_t *table;  // what the nibbles stand for, offset added
-    void (*load)(const Tensor *t, const uint8_t *p, int n, Group *g); // plain C, for group_open
-    void (*open)(const Tensor *t, const uint8_t *p, int n, Group *g); // vector code: all of it
+    Load *load, *load_wide; // for group_open: the weights to u, or to w
+    Load *open;            // vector code: all of it
     void (*expand)(const Tensor *t, int64_t row, int64_t k, int n, float *out);
-    Dot *dot[2];           // plain C, vector
+    Dot *dot[ISA_COUNT];
 };
 
 typedef struct {
@@ -588,24 +606,14 @@ static float f16_at(const uint8_t *p) { return f16_to_f32(u16_at(p)); }
 #endif
 // ---- loaders. A loader turns eight blocks of 32 weights into bytes, 32 at a time. It is written
 // once, in GNU C's vectors: compilers make AVX2, SSE2 or NEON code of them, or plain arithmetic on
-// 64-bit words. n: how many of the eight blocks exist (of formats with 256 weights a block, all).
+// 64-bit words. A row's end is made eight blocks by group_pad.
 // What needs instructions that C has no word for (f16, look-up) is left to group_open.
 #define ALL(x) {x, x, x, x, x, x, x, x}
 #define EACH(byte) ((byte) * 0x0101010101010101u) // in each byte of a word
 #define SHIFT(v, left) ((left) > 0 ? (v) << (left) : (v) >> -(left))
-#define MISSING -0.0f // scale of a block that is not there: its step changes no lane, not even -0
 
 // q8_0, 34 bytes:   | d f16 | 32 signed bytes |
 // bin8, 32 bytes:   | 32 signed bytes |: llama2.c's version 2 where no group crosses a row
-INLINE void bytes_load(const uint8_t *p, int bytes, int n, Group *g) {
-    UNROLL for (int i = 0; i < 8; i++) {
-        if (i % 4 == 0 && i >= n) break;
-        V32 v; // not into g at once: gcc would copy by halves, and wait to read the whole
-        memcpy(&v, p + bytes * MIN(i, n - 1), 32);
-        g->u[i] = v ^ EACH(128);
-    }
-}
-
 static float bin8_scale(const Tensor *t, const uint8_t *p) {
     size_t k = (size_t)(p - t->data), g = (size_t)t->group;
     return f32_at(t->scales + 4 * (g & (g - 1) ? k / g : k >> __builtin_ctz((unsigned)g)));
@@ -613,7 +621,7 @@ static float bin8_scale(const Tensor *t, const uint8_t *p) {
 
 INLINE void bin8_scales(const Tensor *t, const uint8_t *p, int n, Group *g) {
     float d[8];
-    UNROLL for (int i = 0; i < 8; i++) d[i] = i < n ? bin8_scale(t, p + 32 * i) : MISSING;
+    UNROLL for (int i = 0; i < 8; i++) d[i] = i < n ? bin8_scale(t, p + 32 * i) : 0;
     memcpy(&g->s[0], d, sizeof d);
 }
 
@@ -623,19 +631,9 @@ INLINE void bin8_scales(const Tensor *t, const uint8_t *p, int n, Group *g) {
 // q5_1, 24 bytes:   | d f16 | m f16 | 32 fifth bits | 16 bytes of nibbles |
 // mxfp4, 17 bytes:  | E | 16 bytes of nibbles |                       scale 2^(E - 128)
 // Nibbles: byte k holds weight k in its low half and weight k + 16 in its high half.
-INLINE void nibbles_load(const uint8_t *p, int bytes, int n, Group *g) {
-    UNROLL for (int i = 0; i < 8; i++) {
-        const uint8_t *q = p + bytes * MIN(i, n - 1);
-        uint64_t a, b;
-        if (i % 4 == 0 && i >= n) break;
-        memcpy(&a, q, 8), memcpy(&b, q + 8, 8);
-        g->u[i] = (V32){a, b, a, b} >> (V32){0, 0, 4, 4} & EACH(15);
-    }
-}
-
-INLINE void mxfp4_scales(const uint8_t *p, int n, Group *g) { // E < 2: subnormal
+INLINE void mxfp4_scales(const uint8_t *p, Group *g) { // E < 2: subnormal
     uint32_t e[8];
-    UNROLL for (int i = 0; i < 8; i++) e[i] = i < n ? p[17 * i] : 257; // that makes MISSING
+    UNROLL for (int i = 0; i < 8; i++) e[i] = p[17 * i];
     V8u v = {e[0], e[1], e[2], e[3], e[4], e[5], e[6], e[7]}, small = (V8u)(v < 2);
     g->s[0] = (V8f)((small & ((v + 1) << 21)) | (~small & ((v - 1) << 23)));
 }
@@ -663,73 +661,45 @@ INLINE void ints_of_pairs(uint64_t a, uint64_t b, V8i v[2]) {
 // bytes 0-3  | sc[4..7] bits 5-4 | sc[0..3]           |
 // bytes 4-7  | mn[4..7] bits 5-4 | mn[0..3]           |
 // bytes 8-11 | mn[4..7] bits 3-0 | sc[4..7] bits 3-0  |
-INLINE void q4_K_group(const uint8_t *scales, const uint8_t *p, Group *g) {
+INLINE void q4_K_scales(const uint8_t *p, Group *g) {
     uint32_t a, b, c;
-    memcpy(&a, scales, 4), memcpy(&b, scales + 4, 4), memcpy(&c, scales + 8, 4);
+    memcpy(&a, p, 4), memcpy(&b, p + 4, 4), memcpy(&c, p + 8, 4);
     uint32_t sc_high = (c & 0x0F0F0F0F) | (a >> 2 & 0x30303030);
     uint32_t mn_high = (c >> 4 & 0x0F0F0F0F) | (b >> 2 & 0x30303030);
     ints_of_bytes((a & 0x3F3F3F3F) | (uint64_t)sc_high << 32, &g->sc[0]);
     ints_of_bytes((b & 0x3F3F3F3F) | (uint64_t)mn_high << 32, &g->mn[0]);
-    UNROLL for (int i = 0; i < 8; i += 2, p += 32) {
-        V32 v;
-        memcpy(&v, p, 32);
-        g->u[i] = v & EACH(15), g->u[i + 1] = v >> 4 & EACH(15);
-    }
-}
-
-INLINE void q5_K_bits(const uint8_t *p, Group *g) {
-    V32 v;
-    memcpy(&v, p, 32);
-    UNROLL for (int i = 0; i < 8; i++) g->u[i] |= SHIFT(v, 4 - i) & EACH(16);
 }
 
 // q2_K, 84 bytes:   | 16 x scale, min (nibbles) | 2 x 32 bytes: 4 bit pairs | d f16 | dmin f16 |
 // tq2_0, 66 bytes:  | 2 x 32 bytes: 4 bit pairs | d f16 |
 // Bit pair i of byte k belongs to weight k of block i in a half of 128.
-INLINE void pairs_load(const uint8_t *p, Group *g) {
-    UNROLL for (int i = 0; i < 8; i++) {
-        V32 v;
-        memcpy(&v, p + i / 4 * 32, 32);
-        g->u[i] = v >> i % 4 * 2 & EACH(3);
-    }
-}
-
-INLINE void q2_K_group(const uint8_t *p, Group *g) {
+INLINE void q2_K_scales(const uint8_t *p, Group *g) {
     uint64_t a, b;
     memcpy(&a, p, 8), memcpy(&b, p + 8, 8);
     ints_of_pairs(a & EACH(15), b & EACH(15), g->sc);
     ints_of_pairs(a >> 4 & EACH(15), b >> 4 & EACH(15), g->mn);
-    pairs_load(p + 16, g);
 }
 
 // q3_K, 110 bytes:  | 32 bytes of third bits | 2 x 32 bytes: 4 bit pairs | 12 of scales | d f16 |
 // Third bits as q5_K's fifth. Scales of 6 bits, 32 too large: nibbles k and 8 + k in byte k; bytes
 // 8 to 11 hold their upper bits: pair i of byte k for scale 4 i + k.
-INLINE void q3_K_group(const uint8_t *p, Group *g) {
+INLINE void q3_K_scales(const uint8_t *p, Group *g) {
     uint64_t low;
     uint32_t c;
-    V32 v;
-    memcpy(&low, p + 96, 8), memcpy(&c, p + 104, 4), memcpy(&v, p, 32);
+    memcpy(&low, p, 8), memcpy(&c, p + 8, 4);
     uint64_t a = (c & 0x03030303) | (uint64_t)(c >> 2 & 0x03030303) << 32;
     uint64_t b = (c >> 4 & 0x03030303) | (uint64_t)(c >> 6 & 0x03030303) << 32;
     ints_of_pairs((low & EACH(15)) | a << 4, (low >> 4 & EACH(15)) | b << 4, g->sc);
     g->sc[0] -= 32, g->sc[1] -= 32;
-    pairs_load(p + 32, g);
-    UNROLL for (int i = 0; i < 8; i++) g->u[i] |= SHIFT(v, 2 - i) & EACH(4);
 }
 
 // q6_K, 210 bytes:  | 2 x 64 low nibbles | 2 x 32 upper bit pairs | 16 signed scales | d f16 |
 // In each half of 128: four blocks of 32; nibbles of block i in bytes 32 * (i % 2) ..., low: i < 2
-INLINE void q6_K_group(const uint8_t *p, Group *g) {
+INLINE void q6_K_scales(const uint8_t *p, Group *g) {
     uint64_t a, b;
-    V32 low, high;
-    memcpy(&a, p + 192, 8), memcpy(&b, p + 200, 8);
+    memcpy(&a, p, 8), memcpy(&b, p + 8, 8);
     ints_of_pairs(a ^ EACH(128), b ^ EACH(128), g->sc);
     g->sc[0] -= 128, g->sc[1] -= 128;
-    UNROLL for (int i = 0; i < 8; i++) {
-        memcpy(&low, p + i / 4 * 64 + i % 2 * 32, 32), memcpy(&high, p + 128 + i / 4 * 32, 32);
-        g->u[i] = (low >> i % 4 / 2 * 4 & EACH(15)) | (SHIFT(high, 4 - i % 4 * 2) & EACH(0x30));
-    }
 }
 
 // iq4_xs, 136 bytes: | d f16 | 8 upper bit pairs | 8 low nibbles | 8 x 16 bytes of nibbles |
@@ -746,37 +716,125 @@ INLINE void iq4_xs_scales(const uint8_t *p, Group *g) {
 // tq1_0, 54 bytes:  | 32 bytes, 5 digits | 16 bytes, 5 | 4 bytes, 4 | d f16 |   digit - 1: a weight
 // A byte is a fraction of base 3, in 256ths: times 3, what passes 255 is the next digit. First the
 // first digits of all 32 bytes, then their second ones, ...
-static void tq1_0_group(const uint8_t *p, Group *g) {
-    uint8_t *out = (uint8_t *)g->u;
+static void digits_open(const uint8_t *p, uint8_t out[256]) {
     for (int part = 0, n = 32; part < 3; p += n, part++, n = part == 1 ? 16 : 4)
         for (int digit = 0, power = 1; digit < (n == 4 ? 4 : 5); digit++, power *= 3)
             for (int k = 0; k < n; k++) *out++ = (uint8_t)((p[k] * power & 255) * 3 >> 8);
 }
 
+// The weights, compiled for registers of 32 and of 64 bytes. both_: 32 bytes at p and, in a wide
+// register, 32 at q; twice_: 16 bytes at p two times, the same of q; later_: shifts the second 32.
+INLINE void both_32(const uint8_t *p, const uint8_t *q, V32 *v) { memcpy(v, p, 32), (void)q; }
+
+INLINE void twice_32(const uint8_t *p, const uint8_t *q, V32 *v) {
+    uint64_t a, b;
+    (void)q;
+    memcpy(&a, p, 8), memcpy(&b, p + 8, 8);
+    *v = (V32){a, b, a, b};
+}
+
+INLINE void later_32(V32 *v, int bits) { (void)v, (void)bits; }
+
+static const V32 high_32 = {0, 0, 4, 4};
+#ifdef HAVE_X86
+AVX512 void both_64(const uint8_t *p, const uint8_t *q, V64 *v) {
+    __m256i a = _mm256_loadu_si256((const void *)p), b = _mm256_loadu_si256((const void *)q);
+    *v = (V64)_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+}
+
+AVX512 void twice_64(const uint8_t *p, const uint8_t *q, V64 *v) {
+    __m512i a = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)p));
+    *v = (V64)_mm512_mask_broadcast_i32x4(a, 0xFF00, _mm_loadu_si128((const void *)q));
+}
+
+AVX512 void later_64(V64 *v, int bits) {
+    const uint64_t b = (uint64_t)bits;
+    *v >>= (V64){0, 0, 0, 0, b, b, b, b};
+}
+
+static const V64 high_64 = {0, 0, 4, 4, 0, 0, 4, 4};
+#endif
+
+#define LOADERS(W, CALL, count, u)                                                                \
+    CALL void bytes_##W(const uint8_t *p, int bytes, Group *g) {                                  \
+        UNROLL for (int i = 0; i < count; i++) {                                                  \
+            V##W v; /* not into g at once: gcc would copy by halves, and wait to read the whole */\
+            both_##W(p + bytes * i, p + bytes * (i + 4), &v);                                     \
+            g->u[i] = v ^ EACH(128);                                                              \
+        }                                                                                         \
+    }                                                                                             \
+    CALL void nibbles_##W(const uint8_t *p, int bytes, Group *g) {                                \
+        UNROLL for (int i = 0; i < count; i++) {                                                  \
+            V##W v;                                                                               \
+            twice_##W(p + bytes * i, p + bytes * (i + 4), &v);                                    \
+            g->u[i] = v >> high_##W & EACH(15);                                                   \
+        }                                                                                         \
+    }                                                                                             \
+    CALL void nibbles_K_##W(const uint8_t *p, Group *g) {                                         \
+        UNROLL for (int i = 0; i < count; i += 2, p += 32) {                                      \
+            V##W v;                                                                               \
+            both_##W(p, p + 64, &v);                                                              \
+            g->u[i] = v & EACH(15), g->u[i + 1] = v >> 4 & EACH(15);                              \
+        }                                                                                         \
+    }                                                                                             \
+    CALL void bits_K_##W(const uint8_t *p, int to, Group *g) { /* bit i to bit `to` of block i */ \
+        V##W v;                                                                                   \
+        both_##W(p, p, &v), later_##W(&v, 4);                                                     \
+        UNROLL for (int i = 0; i < count; i++) g->u[i] |= SHIFT(v, to - i) & EACH(1 << to);       \
+    }                                                                                             \
+    CALL void pairs_##W(const uint8_t *p, Group *g) {                                             \
+        UNROLL for (int i = 0; i < count; i++) {                                                  \
+            V##W v;                                                                               \
+            both_##W(p + i / 4 * 32, p + 32, &v);                                                 \
+            g->u[i] = v >> i % 4 * 2 & EACH(3);                                                   \
+        }                                                                                         \
+    }                                                                                             \
+    CALL void sixes_##W(const uint8_t *p, Group *g) {                                             \
+        UNROLL for (int i = 0; i < count; i++) {                                                  \
+            V##W low, high;                                                                       \
+            both_##W(p + i / 4 * 64 + i % 2 * 32, p + 64 + i % 2 * 32, &low);                     \
+            both_##W(p + 128 + i / 4 * 32, p + 160, &high);                                       \
+            g->u[i] = (low >> i % 4 / 2 * 4 & EACH(15)) |                                         \
+                      (SHIFT(high, 4 - i % 4 * 2) & EACH(0x30));                                  \
+        }                                                                                         \
+    }                                                                                             \
+    CALL void digits_##W(const uint8_t *p, Group *g) {                                            \
+        uint8_t out[256];                                                                         \
+        digits_open(p, out);                                                                      \
+        for (int i = 0; i < count; i++) both_##W(out + 32 * i, out + 32 * (i + 4) % 256, &g->u[i]); \
+    }
+LOADERS(32, INLINE, 8, u)
+#ifdef HAVE_X86
+LOADERS(64, AVX512, 4, w)
+#endif
+
 /* To add a weight format: a line here, and where no loader above fits, one more: name, GGUF type,
  * weights and bytes a block, offset of the integers, scales and minima for 32, place of d, table,
  * loader. */
 #define QUANTISED(X)                                                                             \
-    X(q8_0, 8, 32, 34, 128, 1, 0, 0, 0, NULL, bytes_load(p + 2, 34, n, g))                       \
+    X(q8_0, 8, 32, 34, 128, 1, 0, 0, 0, NULL, WIDTH(bytes)(p + 2, 34, g))                        \
     X(bin8, 1001, 32, 32, 128, 1, 0, 0, -1, NULL,                                                \
-      (bytes_load(p, 32, n, g), bin8_scales(t, p, n, g)))                                        \
-    X(q4_0, 2, 32, 18, 8, 1, 0, 0, 0, NULL, nibbles_load(p + 2, 18, n, g))                       \
-    X(q4_1, 3, 32, 20, 0, 1, 1, 0, 0, NULL, nibbles_load(p + 4, 20, n, g))                       \
-    X(q5_0, 6, 32, 22, 16, 1, 0, 2, 0, NULL, nibbles_load(p + 6, 22, n, g))                      \
-    X(q5_1, 7, 32, 24, 0, 1, 1, 4, 0, NULL, nibbles_load(p + 8, 24, n, g))                       \
-    X(iq4_nl, 20, 32, 18, 128, 1, 0, 0, 0, iq4_table, nibbles_load(p + 2, 18, n, g))             \
+      (WIDTH(bytes)(p, 32, g), bin8_scales(t, at, n, g)))                                        \
+    X(q4_0, 2, 32, 18, 8, 1, 0, 0, 0, NULL, WIDTH(nibbles)(p + 2, 18, g))                        \
+    X(q4_1, 3, 32, 20, 0, 1, 1, 0, 0, NULL, WIDTH(nibbles)(p + 4, 20, g))                        \
+    X(q5_0, 6, 32, 22, 16, 1, 0, 2, 0, NULL, WIDTH(nibbles)(p + 6, 22, g))                       \
+    X(q5_1, 7, 32, 24, 0, 1, 1, 4, 0, NULL, WIDTH(nibbles)(p + 8, 24, g))                        \
+    X(iq4_nl, 20, 32, 18, 128, 1, 0, 0, 0, iq4_table, WIDTH(nibbles)(p + 2, 18, g))              \
     X(mxfp4, 39, 32, 17, 12, 1, 0, 0, -1, fp4_table,                                             \
-      (nibbles_load(p + 1, 17, n, g), mxfp4_scales(p, n, g)))                                    \
-    X(q2_K, 10, 256, 84, 0, 2, 2, 0, 80, NULL, q2_K_group(p, g))                                 \
-    X(q3_K, 11, 256, 110, 4, 2, 0, 0, 108, NULL, q3_K_group(p, g))                               \
-    X(q4_K, 12, 256, 144, 0, 1, 1, 0, 0, NULL, q4_K_group(p + 4, p + 16, g))                     \
-    X(q5_K, 13, 256, 176, 0, 1, 1, 0, 0, NULL, \
-      (q4_K_group(p + 4, p + 48, g), q5_K_bits(p + 16, g)))                                      \
-    X(q6_K, 14, 256, 210, 32, 2, 0, 0, 208, NULL, q6_K_group(p, g))                              \
+      (WIDTH(nibbles)(p + 1, 17, g), mxfp4_scales(p, g)))                                        \
+    X(q2_K, 10, 256, 84, 0, 2, 2, 0, 80, NULL, (WIDTH(pairs)(p + 16, g), q2_K_scales(p, g)))     \
+    X(q3_K, 11, 256, 110, 4, 2, 0, 0, 108, NULL,                                                 \
+      (WIDTH(pairs)(p + 32, g), WIDTH(bits_K)(p, 2, g), q3_K_scales(p + 96, g)))                 \
+    X(q4_K, 12, 256, 144, 0, 1, 1, 0, 0, NULL,                                                   \
+      (WIDTH(nibbles_K)(p + 16, g), q4_K_scales(p + 4, g)))                                      \
+    X(q5_K, 13, 256, 176, 0, 1, 1, 0, 0, NULL,                                                   \
+      (WIDTH(nibbles_K)(p + 48, g), WIDTH(bits_K)(p + 16, 4, g), q4_K_scales(p + 4, g)))         \
+    X(q6_K, 14, 256, 210, 32, 2, 0, 0, 208, NULL, (WIDTH(sixes)(p, g), q6_K_scales(p + 192, g))) \
     X(iq4_xs, 23, 256, 136, 128, 1, 0, 0, 0, iq4_table,                                          \
-      (nibbles_load(p + 8, 16, 8, g), iq4_xs_scales(p, g)))                                      \
-    X(tq1_0, 34, 256, 54, 1, 1, 0, 0, 52, NULL, (tq1_0_group(p, g), g->sc[0] = (V8i){0} + 1))    \
-    X(tq2_0, 35, 256, 66, 1, 1, 0, 0, 64, NULL, (pairs_load(p, g), g->sc[0] = (V8i){0} + 1))
+      (WIDTH(nibbles)(p + 8, 16, g), iq4_xs_scales(p, g)))                                       \
+    X(tq1_0, 34, 256, 54, 1, 1, 0, 0, 52, NULL,                                                  \
+      (WIDTH(digits)(p, g), g->sc[0] = (V8i){0} + 1))                                            \
+    X(tq2_0, 35, 256, 66, 1, 1, 0, 0, 64, NULL, (WIDTH(pairs)(p, g), g->sc[0] = (V8i){0} + 1))
 // Float formats: name, GGUF type, bytes, the value at p. bin is version 2 whose groups cross rows;
 // it has no vector dot, its rows are always expanded first.
 #define FLOATS(X)                              \
@@ -817,12 +875,13 @@ typedef struct {
     float (*fold)(const V8f *l);                           // T of the definition
     void (*floats)(const V8i *a, V8f *b);
     void (*load)(uint32_t id, const uint8_t *p, V8f *v);   // eight weights of f32, f16, bf16
-    void (*halves)(const uint8_t *p, int step, int n, V8f *v); // f16: n <= 8 and MISSING ones
-    void (*look_up)(const uint8_t table[16], V32 *u);
-    void (*fifth_bits)(const uint8_t *bits, V32 *u);       // u |= 16 where the bit is set
-    // of eight blocks times q, even-numbered values first: sums of their first, second 16
-    void (*sums)(const V32 *u, int n, const int16_t *q, V8i s[2]);
-    void (*pack)(const V8i v[4], int16_t *q, int32_t sum[2]); // 32 integers, even-numbered first
+    void (*halves)(const uint8_t *p, int step, V8f *v);    // f16
+    void (*look_up)(const uint8_t table[16], Group *g);
+    void (*fifth_bits)(const uint8_t *p, int step, Group *g); // u |= 16 where the bit is set
+    // of eight blocks times q or bytes: sums of their first, second 16
+    void (*sums)(const Format *f, const Group *g, const int16_t *q, const uint8_t *bytes, V8i s[2]);
+    void (*pack)(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]); // 32 integers
+    bool wide;             // weights lie in w
 } Simd;
 
 static void fma_c(const V8f *a, const V8f *b, V8f *c) {
@@ -851,27 +910,31 @@ static void load_c(uint32_t id, const uint8_t *p, V8f *v) {
                                                          : bf16_to_f32(u16_at(p + 2 * i));
 }
 
-static void halves_c(const uint8_t *p, int step, int n, V8f *v) {
-    for (int i = 0; i < 8; i++) (*v)[i] = i < n ? f16_at(p + step * i) : MISSING;
+static void halves_c(const uint8_t *p, int step, V8f *v) {
+    for (int i = 0; i < 8; i++) (*v)[i] = f16_at(p + step * i);
 }
 
-static void look_up_c(const uint8_t table[16], V32 *u) {
-    for (int k = 0; k < 32; k++) ((uint8_t *)u)[k] = table[((uint8_t *)u)[k]];
+static void look_up_c(const uint8_t table[16], Group *g) {
+    for (int k = 0; k < 256; k++) ((uint8_t *)g->u)[k] = table[((uint8_t *)g->u)[k]];
 }
 
-static void fifth_bits_c(const uint8_t *bits, V32 *u) {
-    for (int k = 0; k < 32; k++) ((uint8_t *)u)[k] |= (bits[k / 8] >> k % 8 & 1) << 4;
+static void fifth_bits_c(const uint8_t *p, int step, Group *g) {
+    for (int k = 0; k < 256; k++)
+        ((uint8_t *)g->u)[k] |= (p[k / 32 * step + k % 32 / 8] >> k % 8 & 1) << 4;
 }
 
-static void sums_c(const V32 *u, int n, const int16_t *q, V8i s[2]) {
+static void sums_c(const Format *f, const Group *g, const int16_t *q, const uint8_t *bytes,
+                   V8i s[2]) {
+    (void)f, (void)bytes;
     s[0] = s[1] = (V8i){0};
-    for (int k = 0; k < 32 * n; k++)
+    for (int k = 0; k < 256; k++)
         s[k % 32 / 16][k / 32] +=
-            ((const uint8_t *)u)[k] * q[k / 32 * 32 + k % 2 * 16 + k / 2 % 16];
+            ((const uint8_t *)g->u)[k] * q[k / 32 * 32 + k % 2 * 16 + k / 2 % 16];
 }
 
-static void pack_c(const V8i v[4], int16_t *q, int32_t sum[2]) {
-    sum[0] = sum[1] = 0;
+static void pack_c(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]) {
+    (void)bytes;
+    sum[0] = sum[1] = sum[2] = 0;
     for (int k = 0; k < 32; k++) {
         int16_t value = (int16_t)v[k / 8][k % 8]; // what was no number may be anything here
         q[k % 2 * 16 + k / 2] = value, sum[k / 16] += value;
@@ -879,15 +942,9 @@ static void pack_c(const V8i v[4], int16_t *q, int32_t sum[2]) {
 }
 
 static const Simd simd_c = {fma_c,  fma_or_c, spread_c,  fold_c,       floats_c, load_c,
-                            halves_c, look_up_c, fifth_bits_c, sums_c,   pack_c};
+                            halves_c, look_up_c, fifth_bits_c, sums_c,   pack_c, false};
 
 #ifdef HAVE_X86
-// Vector code is compiled for its instruction set whatever the command line says; isa_best() looks
-// before any of it runs.
-#define AVX2_TARGET __attribute__((target("avx2,fma,f16c")))
-#define AVX2 AVX2_TARGET __attribute__((always_inline)) static inline
-#define AVX2_CALL AVX2_TARGET __attribute__((noinline)) static
-
 AVX2 __m256i load32(const void *p) { return _mm256_loadu_si256(p); }
 
 AVX2 void fma_avx2(const V8f *a, const V8f *b, V8f *c) { *c = _mm256_fmadd_ps(*a, *b, *c); }
@@ -911,43 +968,52 @@ AVX2 void load_avx2(uint32_t id, const uint8_t *p, V8f *v) {
     }
 }
 
-AVX2 void halves_avx2(const uint8_t *p, int step, int n, V8f *v) {
+AVX2 void halves_avx2(const uint8_t *p, int step, V8f *v) {
     int16_t h[8];
-    UNROLL for (int i = 0; i < 8; i++) h[i] = (int16_t)(i < n ? u16_at(p + step * i) : 0x8000);
+    UNROLL for (int i = 0; i < 8; i++) h[i] = (int16_t)u16_at(p + step * i);
     *v = _mm256_cvtph_ps(_mm_setr_epi16(h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]));
 }
 
-AVX2 void look_up_avx2(const uint8_t table[16], V32 *u) {
+AVX2 void look_up_avx2(const uint8_t table[16], Group *g) {
     __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)table));
-    *u = (V32)_mm256_shuffle_epi8(t, (__m256i)*u);
+    UNROLL for (int i = 0; i < 8; i++) g->u[i] = (V32)_mm256_shuffle_epi8(t, (__m256i)g->u[i]);
 }
 
-AVX2 void fifth_bits_avx2(const uint8_t *bits, V32 *u) {
-    int32_t all;
-    memcpy(&all, bits, 4);
+AVX2 void fifth_bits_avx2(const uint8_t *p, int step, Group *g) {
     const __m256i byte = (__m256i)(V32){0, EACH(1), EACH(2), EACH(3)};
     const __m256i bit = _mm256_set1_epi64x((int64_t)0x8040201008040201);
-    __m256i v = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(all), byte), bit);
-    *u |= (V32)_mm256_cmpeq_epi8(v, bit) & EACH(16);
+    UNROLL for (int i = 0; i < 8; i++) {
+        int32_t all;
+        memcpy(&all, p + step * i, 4);
+        __m256i v = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(all), byte), bit);
+        g->u[i] |= (V32)_mm256_cmpeq_epi8(v, bit) & EACH(16);
+    }
 }
 
-AVX2 void sums_avx2(const V32 *u, int n, const int16_t *q, V8i s[2]) {
-    __m256i part[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()}, v[4];
-    UNROLL for (int h = 0; h < 2; h++) { // four blocks at a time
-        if (n <= 4 * h) break;
-        UNROLL for (int i = 0; i < 4; i++, q += 32) {
-            __m256i w = (__m256i)u[4 * h + i], even = _mm256_and_si256(w, _mm256_set1_epi16(255));
-            v[i] = _mm256_add_epi32(_mm256_madd_epi16(even, load32(q)),
-                                    _mm256_madd_epi16(_mm256_srli_epi16(w, 8), load32(q + 16)));
-        }
-        v[0] = _mm256_hadd_epi32(v[0], v[1]), v[2] = _mm256_hadd_epi32(v[2], v[3]);
-        part[h] = _mm256_hadd_epi32(v[0], v[2]);
-    }
+// The halves of eight vectors summed: their lower ones to s[0], their upper ones to s[1]
+AVX2 void halves_sum(const __m256i v[8], V8i s[2]) {
+    __m256i part[2];
+    UNROLL for (int h = 0; h < 2; h++)
+        part[h] = _mm256_hadd_epi32(_mm256_hadd_epi32(v[4 * h], v[4 * h + 1]),
+                                    _mm256_hadd_epi32(v[4 * h + 2], v[4 * h + 3]));
     s[0] = (V8i)_mm256_permute2x128_si256(part[0], part[1], 0x20);
     s[1] = (V8i)_mm256_permute2x128_si256(part[0], part[1], 0x31);
 }
 
-AVX2 void pack_avx2(const V8i v[4], int16_t *q, int32_t sum[2]) {
+AVX2 void sums_avx2(const Format *f, const Group *g, const int16_t *q, const uint8_t *bytes,
+                    V8i s[2]) {
+    __m256i v[8];
+    (void)f, (void)bytes;
+    UNROLL for (int i = 0; i < 8; i++, q += 32) {
+        __m256i w = (__m256i)g->u[i], even = _mm256_and_si256(w, _mm256_set1_epi16(255));
+        v[i] = _mm256_add_epi32(_mm256_madd_epi16(even, load32(q)),
+                                _mm256_madd_epi16(_mm256_srli_epi16(w, 8), load32(q + 16)));
+    }
+    halves_sum(v, s);
+}
+
+AVX2 void pack_avx2(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]) {
+    (void)bytes;
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), one = _mm256_set1_epi16(1);
     __m256i part[2];
     UNROLL for (int i = 0; i < 2; i++) { // even-numbered, odd-numbered
@@ -962,35 +1028,110 @@ AVX2 void pack_avx2(const V8i v[4], int16_t *q, int32_t sum[2]) {
     }
     __m256i s = _mm256_add_epi32(part[0], part[1]);
     s = _mm256_hadd_epi32(s, s), s = _mm256_hadd_epi32(s, s);
-    sum[0] = _mm256_extract_epi32(s, 0), sum[1] = _mm256_extract_epi32(s, 4);
+    sum[0] = _mm256_extract_epi32(s, 0), sum[1] = _mm256_extract_epi32(s, 4), sum[2] = 0;
 }
 
 static const Simd simd_avx2 = {fma_avx2,    fma_avx2,  spread_avx2, fold_avx2,
                                floats_avx2, load_avx2, halves_avx2, look_up_avx2,
-                               fifth_bits_avx2, sums_avx2, pack_avx2};
+                               fifth_bits_avx2, sums_avx2, pack_avx2, false};
+
+// AVX-512 with VNNI: two blocks a register. Sums of bytes, one side signed, the other not: upper
+// bytes of the activations times weights, then 256 times that and lower bytes times weights, whose
+// sign matters only where the offset is 128: then the lower bytes meet weights - 128.
+AVX512 void halves_avx512(const uint8_t *p, int step, V8f *v) {
+    if (step == 0 || step > 20) {
+        halves_avx2(p, step, v);
+        return;
+    }
+    uint16_t at[32] = {0}; // of a half in the first 64 bytes, or in those from block 4 on
+    UNROLL for (int i = 0; i < 8; i++) at[i] = (uint16_t)(i < 4 ? i * step / 2 : 32 + (i - 4) * step / 2);
+    __m512i h = _mm512_permutex2var_epi16(_mm512_loadu_si512(p), _mm512_loadu_si512(at),
+                                          _mm512_loadu_si512(p + 4 * step));
+    *v = _mm256_cvtph_ps(_mm512_castsi512_si128(h));
+}
+
+AVX512 void look_up_avx512(const uint8_t table[16], Group *g) {
+    __m512i t = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table));
+    UNROLL for (int i = 0; i < 4; i++) g->w[i] = (V64)_mm512_shuffle_epi8(t, (__m512i)g->w[i]);
+}
+
+AVX512 void fifth_bits_avx512(const uint8_t *p, int step, Group *g) {
+    const __m512i bit = _mm512_set1_epi8(16);
+    UNROLL for (int i = 0; i < 4; i++, p += step) {
+        uint32_t a, b;
+        memcpy(&a, p, 4), memcpy(&b, p + 4 * step, 4);
+        __m512i w = (__m512i)g->w[i];
+        g->w[i] = (V64)_mm512_mask_add_epi8(w, a | (uint64_t)b << 32, w, bit);
+    }
+}
+
+AVX512 void sums_avx512(const Format *f, const Group *g, const int16_t *q, const uint8_t *bytes,
+                        V8i s[2]) {
+    const __m512i order = _mm512_setr_epi64(0, 1, 4, 5, 2, 3, 6, 7);
+    __m512i v[4], a[2];
+    (void)q;
+    UNROLL for (int i = 0; i < 4; i++, bytes += 128) {
+        const __m512i upper = _mm512_loadu_si512(bytes), lower = _mm512_loadu_si512(bytes + 64);
+        const __m512i w = (__m512i)g->w[i], z = (__m512i)(g->w[i] ^ EACH(128));
+        v[i] = _mm512_slli_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), w, upper), 8);
+        v[i] = _mm512_dpbusd_epi32(v[i], lower, f->offset == 128 ? z : w);
+    }
+    UNROLL for (int i = 0; i < 2; i++)
+        a[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]),
+                                _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]));
+    a[0] = _mm512_add_epi32(_mm512_unpacklo_epi64(a[0], a[1]), _mm512_unpackhi_epi64(a[0], a[1]));
+    a[0] = _mm512_permutexvar_epi64(order, a[0]);
+    s[0] = (V8i)_mm512_castsi512_si256(a[0]);
+    s[1] = (V8i)_mm512_extracti64x4_epi64(a[0], 1);
+}
+
+AVX512 void pack_avx512(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]) {
+    const __m256i low = _mm256_set1_epi16(255);
+    pack_avx2(v, q, bytes, sum);
+    const __m256i even = load32(q), odd = load32(q + 16);
+    const __m256i upper = _mm256_or_si256(_mm256_srli_epi16(even, 8), _mm256_andnot_si256(low, odd));
+    const __m256i lower = _mm256_or_si256(_mm256_and_si256(even, low), _mm256_slli_epi16(odd, 8));
+    _mm256_storeu_si256((void *)bytes, upper), _mm256_storeu_si256((void *)(bytes + 64), lower);
+    __m256i s = _mm256_sad_epu8(lower, _mm256_setzero_si256()); // the sum is 256 * upper + this
+    const __m128i t = _mm_add_epi64(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+    sum[2] = sum[0] + sum[1] - _mm_cvtsi128_si32(t) - _mm_extract_epi32(t, 2);
+}
+
+static const Simd simd_avx512 = {fma_avx2,      fma_avx2,       spread_avx2,    fold_avx2,
+                                 floats_avx2,   load_avx2,      halves_avx512,  look_up_avx512,
+                                 fifth_bits_avx512, sums_avx512, pack_avx512, true};
 #endif
 
 // ---- quantised weights: groups and dots
-#define X(name, id, block, bytes, offset, scales, minima, bits, d_at, table, load) \
-    INLINE void name##_load(const Tensor *t, const uint8_t *p, int n, Group *g) {  \
-        (void)t, (void)n, load;                                                    \
+#define LOAD(W, CALL, name, load)                                                             \
+    CALL void name##_load_##W(const Tensor *t, const uint8_t *p, const uint8_t *at, int n,    \
+                              Group *g) {                                                     \
+        (void)t, (void)at, (void)n, load;                                                     \
     }
+#define WIDTH(loader) loader##_32
+#define X(name, id, block, bytes, offset, scales, minima, bits, d_at, table, load) \
+    LOAD(32, INLINE, name, load)
 QUANTISED(X)
 #undef X
+#undef WIDTH
+#ifdef HAVE_X86
+#define WIDTH(loader) loader##_64
+#define X(name, id, block, bytes, offset, scales, minima, bits, d_at, table, load) \
+    LOAD(64, AVX512, name, load)
+QUANTISED(X)
+#undef X
+#endif
 
-// Opens n of the eight blocks at p
-INLINE void group_open(const Simd *v, const Format *f, const Tensor *t, const uint8_t *p, int n,
-                       Group *g) {
-    f->load(t, p, n, g);
-    UNROLL for (int i = 0; i < 8; i++) {
-        if (i % 4 == 0 && i >= n) break;
-        if (f->bits_at) v->fifth_bits(p + MIN(i, n - 1) * f->bytes + f->bits_at, &g->u[i]);
-        if (f->table) v->look_up(f->table, &g->u[i]);
-    }
+INLINE void group_open(const Simd *v, const Format *f, const Tensor *t, const uint8_t *p,
+                       const uint8_t *at, int n, Group *g) {
+    if (v->wide) f->load_wide(t, p, at, n, g);
+    else f->load(t, p, at, n, g);
+    if (f->bits_at) v->fifth_bits(p + f->bits_at, f->bytes, g);
+    if (f->table) v->look_up(f->table, g);
     if (f->d_at < 0) return;
     const int step = f->block == 32 ? f->bytes : 0;
-    v->halves(p + f->d_at, step, n, &g->s[0]);
-    if (f->minima) v->halves(p + f->d_at + 2, step, n, &g->m[0]);
+    v->halves(p + f->d_at, step, &g->s[0]);
+    if (f->minima) v->halves(p + f->d_at + 2, step, &g->m[0]);
     if (step) return;
     g->s[1] = g->s[0], g->m[1] = g->m[0];
     UNROLL for (int h = 0; h < 2; h++) {
@@ -1000,8 +1141,18 @@ INLINE void group_open(const Simd *v, const Format *f, const Tensor *t, const ui
     }
 }
 
-static void open_c(const Tensor *t, const uint8_t *p, int n, Group *g) {
-    group_open(&simd_c, t->format, t, p, n, g);
+// Where a row ends within eight blocks, they are copied and zeros added: these meet activations
+// that are 0, and a step of +0 changes no lane (none is -0: lanes start at +0).
+enum { PAD = 8 * 34 }; // bytes of the largest eight blocks that may be cut
+static const uint8_t *group_pad(const Format *f, const uint8_t *p, int n, uint8_t room[PAD]) {
+    if (n >= 8) return p;
+    memset(room, 0, PAD);
+    memcpy(room, p, (size_t)(n * f->bytes));
+    return room;
+}
+
+static void open_c(const Tensor *t, const uint8_t *p, const uint8_t *at, int n, Group *g) {
+    group_open(&simd_c, t->format, t, p, at, n, g);
 }
 
 // The minimum is added to the rounded product: two roundings
@@ -1009,8 +1160,9 @@ static void quantised_expand(const Tensor *t, int64_t row, int64_t k, int n, flo
     const Format *f = t->format;
     const uint8_t *p = weight_at(t, row, k, f->block, f->bytes);
     for (int j = 0; j < n; j += 256, p += 256 / f->block * f->bytes) {
-        Group g = {0};
-        open_c(t, p, MIN(8, (n - j) / 32), &g);
+        uint8_t room[PAD];
+        Group g;
+        open_c(t, group_pad(f, p, (n - j) / 32, room), p, (n - j) / 32, &g);
         for (int i = 0; i < MIN(256, n - j); i++) {
             int b = i / 32, h = i % 32 / 16;
             float product = (float)(((uint8_t *)g.u)[i] - f->offset) * g.s[f->scales == 2 && h][b];
@@ -1025,16 +1177,29 @@ INLINE void lanes_step(const Simd *v, const V8f *dx, const V8f *scale, const V8i
     v->fma(&product, &s, lanes);
 }
 
-// The n <= 8 blocks of a group times a column: lane i takes its steps for block i at q
+typedef struct { // a row of activations
+    const int16_t *q;
+    const uint8_t *bytes;
+    const float *dx;
+    const int32_t *sum;
+    int64_t ldb;
+} Column;
+
+INLINE Column column_at(const Acts *x, int64_t i) {
+    return (Column){x->q + i * x->ldq, x->bytes + 2 * i * x->ldq, x->dx + i * x->ldb,
+                    x->sum + 3 * i * x->ldb, x->ldb};
+}
+
+// The eight blocks of a group times those of a column from j on: lane i takes its steps for block i
 INLINE void group_step(const Simd *v, const Format *f, int scales, int minima, const Group *g,
-                       int n, const Acts *x, int64_t column, int64_t j, V8f *lanes) {
+                       const Column *x, int64_t j, V8f *lanes) {
     V8i s[2], halves[2], both;
     V8f dx;
-    const int32_t *sum = x->sum + 2 * column * x->ldb + j;
-    memcpy(&dx, x->dx + column * x->ldb + j, 32);
-    memcpy(&halves[0], sum, 32), memcpy(&halves[1], sum + x->ldb, 32);
+    memcpy(&dx, x->dx + j, 32);
+    memcpy(&halves[0], x->sum + j, 32), memcpy(&halves[1], x->sum + x->ldb + j, 32);
     both = halves[0] + halves[1];
-    v->sums(g->u, n, x->q + column * x->ldq + 32 * j, s);
+    if (v->wide && f->offset == 128) memcpy(&both, x->sum + 2 * x->ldb + j, 32);
+    v->sums(f, g, x->q + 32 * j, x->bytes + 64 * j, s);
     if (scales == 1) s[0] += s[1];
     if (!minima) {
         s[0] -= (scales == 1 ? both : halves[0]) * f->offset;
@@ -1051,27 +1216,29 @@ INLINE void quantised_dot(const Simd *v, const Format *f, bool known, int scales
                           const Product *y, const int64_t *row, const Acts *x, int first, int n) {
     const Tensor *t = y->w;
     const int bytes = 256 / f->block * f->bytes;
-    V8f l[4][COLUMNS] = {{{0}}};
-    const uint8_t *p[4];
     const int64_t blocks = t->cols / 32;
-    int64_t j = 0;
-    for (int r = 0; r < 4; r++) p[r] = t->data + (size_t)row[r] * t->stride;
-    for (; j + 8 <= blocks; j += 8)
-        for (int r = 0; r < 4; r++, p[r - 1] += bytes) {
-            Group g;
-            UNROLL for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p[r] + 1024 + i);
-            if (known) group_open(v, f, t, p[r], 8, &g);
-            else f->open(t, p[r], 8, &g);
-            for (int c = 0; c < n; c++)
-                group_step(v, f, scales, minima, &g, 8, x, first + c, j, &l[r][c]);
-        }
-    for (int r = 0; j < blocks && r < 4; r++) {
-        Group g = {0};
-        if (known) group_open(v, f, t, p[r], (int)(blocks - j), &g);
-        else f->open(t, p[r], (int)(blocks - j), &g);
-        for (int c = 0; c < n; c++)
-            group_step(v, f, scales, minima, &g, (int)(blocks - j), x, first + c, j, &l[r][c]);
+    V8f l[4][COLUMNS];
+    Column column[COLUMNS];
+    uint8_t room[PAD];
+    const uint8_t *p[4];
+    for (int c = 0; c < n; c++) column[c] = column_at(x, first + c);
+    for (int r = 0; r < 4; r++) {
+        p[r] = t->data + (size_t)row[r] * t->stride;
+        for (int c = 0; c < n; c++) l[r][c] = (V8f){0};
     }
+    for (int64_t j = 0; j < blocks; j += 8)
+        for (int r = 0; r < 4; r++) {
+            const uint8_t *const at = p[r], *in = at;
+            const int left = (int)MIN(8, blocks - j);
+            Group g;
+            UNROLL for (int i = 0; i < bytes; i += 64) __builtin_prefetch(in + 1024 + i);
+            if (f->block == 32 && left < 8) in = group_pad(f, at, left, room);
+            if (known) group_open(v, f, t, in, at, left, &g);
+            else f->open(t, in, at, left, &g);
+            for (int c = 0; c < n; c++)
+                group_step(v, f, scales, minima, &g, &column[c], j, &l[r][c]);
+            p[r] = at + bytes;
+        }
     for (int c = 0; c < n; c++)
         for (int r = 0; r < 4; r++)
             y->y[(first + c) * y->ldy + row[r]] = v->fold(&l[r][c]);
@@ -1083,14 +1250,10 @@ static void quantised_dot_c(const Product *p, const int64_t *row, const Acts *x,
 }
 
 #ifdef HAVE_X86
-#define X(name, id, block, ...)                                                      \
-    AVX2_CALL void name##_open(const Tensor *t, const uint8_t *p, int n, Group *g) { \
-        if (block == 256 || n == 8) {                                                \
-            group_open(&simd_avx2, &formats[F_##name], t, p, 8, g);                  \
-            return;                                                                  \
-        }                                                                            \
-        memset(g, 0, sizeof *g);                                                     \
-        group_open(&simd_avx2, &formats[F_##name], t, p, n, g);                      \
+#define X(name, ...)                                                                             \
+    AVX2_CALL void name##_open(const Tensor *t, const uint8_t *p, const uint8_t *at, int n,      \
+                               Group *g) {                                                       \
+        group_open(&simd_avx2, &formats[F_##name], t, p, at, n, g);                              \
     }
 QUANTISED(X)
 #undef X
@@ -1105,13 +1268,16 @@ AVX2_CALL void columns_avx2(const Product *p, const int64_t *row, const Acts *x,
 }
 
 // One column, the case of decode, is compiled for each format
-#define X(name, id, block, bytes, offset, scales, minima, ...)                                  \
-    AVX2_CALL void name##_dot(const Product *p, const int64_t *row, const Acts *x, int first,   \
-                              int n) {                                                          \
-        if (n > 1) columns_avx2(p, row, x, first, n);                                           \
-        else quantised_dot(&simd_avx2, &formats[F_##name], true, scales, minima, p, row, x,     \
-                           first, 1);                                                           \
+#define DOT(isa, CALL, name, scales, minima)                                                     \
+    CALL void name##_dot_##isa(const Product *p, const int64_t *row, const Acts *x, int first,   \
+                               int n) {                                                          \
+        if (n > 1) columns_avx2(p, row, x, first, n);                                            \
+        else quantised_dot(&simd_##isa, &formats[F_##name], true, scales, minima, p, row, x,     \
+                           first, 1);                                                            \
     }
+#define X(name, id, block, bytes, offset, scales, minima, ...) \
+    DOT(avx2, AVX2_CALL, name, scales, minima)                 \
+    DOT(avx512, AVX512_CALL, name, scales, minima)
 QUANTISED(X)
 #undef X
 #endif
@@ -1181,16 +1347,20 @@ FLOATS_AND_BIN(X)
 
 // ---- activations as 16-bit blocks. NaN or infinity make the scale NaN, and with it every result.
 // Adding 1.5 * 2^23 rounds to integers; the sum's low bits are the integer.
-INLINE void quantise(const Simd *v, const Acts *a, int row) {
+// Where a block's upper bytes lie, 64 before its lower ones: beside those of the fourth block after
+static uint8_t *bytes_at(const Acts *a, int64_t row, int64_t j) {
+    return a->bytes + 2 * row * a->ldq + j / 8 * 512 + j % 4 * 128 + j % 8 / 4 * 32;
+}
+
+INLINE void quantise(const Simd *v, const Acts *a, int row, int64_t from, int64_t to) {
     const float *x = a->x + row * a->ldx, magic = 12582912.0f;
     float *dx = a->dx + row * a->ldb;
-    int16_t *q = a->q + row * a->ldq;
-    int32_t *sum = a->sum + 2 * row * a->ldb, sums[2];
-    for (int64_t j = 0; j < a->cols / 32; j++, x += 32, q += 32) {
+    int32_t *sum = a->sum + 3 * row * a->ldb, sums[3];
+    for (int64_t j = from / 32; j < to / 32; j++) {
         V8f in[4];
         V8i m = {0}, big, out[4]; // |x| keep their order as integers; NaN is above all
         UNROLL for (int i = 0; i < 4; i++) {
-            memcpy(&in[i], x + 8 * i, 32);
+            memcpy(&in[i], x + 32 * j + 8 * i, 32);
             V8i bits = (V8i)in[i] & 0x7FFFFFFF;
             big = bits > m, m = (bits & big) | (m & ~big);
         }
@@ -1204,14 +1374,19 @@ INLINE void quantise(const Simd *v, const Acts *a, int row) {
             V8f rounded = in[i] * r + magic; // where dx is NaN, it may be anything
             out[i] = (V8i)rounded - 0x4B400000;
         }
-        v->pack(out, q, sums);
-        sum[j] = sums[0], sum[j + a->ldb] = sums[1];
+        v->pack(out, a->q + row * a->ldq + 32 * j, bytes_at(a, row, j), sums);
+        for (int i = 0; i < 3; i++) sum[j + i * a->ldb] = sums[i];
     }
 }
 
-static void quantise_c(const Acts *a, int row) { quantise(&simd_c, a, row); }
+#define QUANTISE(isa, CALL)                                                      \
+    CALL void quantise_##isa(const Acts *a, int row, int64_t from, int64_t to) { \
+        quantise(&simd_##isa, a, row, from, to);                                 \
+    }
+QUANTISE(c, static)
 #ifdef HAVE_X86
-AVX2_CALL void quantise_avx2(const Acts *a, int row) { quantise(&simd_avx2, a, row); }
+QUANTISE(avx2, AVX2_CALL)
+QUANTISE(avx512, AVX512_CALL)
 
 // ---- panels: packing, AVX2 on every machine
 // 8 x 8 of 32 bits: halves change places, then each half of four vectors is transposed
@@ -1282,11 +1457,14 @@ AVX2_CALL void quantised_pack(const Tensor *t, int64_t row, int64_t k, int len, 
     const Format *f = t->format;
     const uint8_t *in = t->data + k / f->block * f->bytes;
     const int bytes = 256 / f->block * f->bytes;
+    uint8_t room[PAD];
     Group g[8];
     for (int b = 0; b < len / 32; b += 8, in += bytes)
         for (int r = 0, n = MIN(8, len / 32 - b); r < rows; r += 8) {
-            for (int i = 0; i < 8; i++)
-                f->open(t, in + (size_t)MIN(row + r + i, t->rows - 1) * t->stride, n, &g[i]);
+            for (int i = 0; i < 8; i++) {
+                const uint8_t *at = in + (size_t)MIN(row + r + i, t->rows - 1) * t->stride;
+                f->open(t, group_pad(f, at, n, room), at, n, &g[i]);
+            }
             groups_pack(f, g, n, b, r, rows, p);
         }
 }
@@ -1295,12 +1473,10 @@ AVX2_CALL void quantised_pack(const Tensor *t, int64_t row, int64_t k, int len, 
 // the panel, side by side in two registers, times a few columns, whose activations are broadcast.
 // Its sums: part[tile][lane][column][row]. The same text is compiled for registers of 256 and of
 // 512 bits; the dots above wait for memory and need no more than 256.
-#define AVX512_TARGET \
-    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 #define INLINE_256 AVX2
-#define INLINE_512 AVX512_TARGET __attribute__((always_inline)) static inline
+#define INLINE_512 AVX512
 #define CALL_256 AVX2_CALL
-#define CALL_512 AVX512_TARGET __attribute__((noinline)) static
+#define CALL_512 AVX512_CALL
 enum { FLOATS_256 = 6, FLOATS_512 = 8, INTEGERS_256 = 4, INTEGERS_512 = 8 }; // columns
 
 INLINE_256 __m256i pairs_add_256(__m256i s, __m256i w, __m256i x) { // s += both products of a pair
@@ -1378,7 +1554,7 @@ FLOAT_TILE(512)
             const int64_t at = MIN(column + c, x->n - 1); /* past the last: for nobody */         \
             q[c] = x->q + at * x->ldq;                                                            \
             dx[c] = x->dx + at * x->ldb;                                                          \
-            sum[c] = x->sum + 2 * at * x->ldb;                                                    \
+            sum[c] = x->sum + 3 * at * x->ldb;                                                    \
             s[c][0] = s[c][1] = _mm##bits##_setzero_si##bits();                                   \
         }                                                                                         \
         for (int b = 0; b < len / 32; b++, w += 16 * ROWS * 2) {                                  \
@@ -1431,7 +1607,7 @@ QUANTISED_TILE(512)
 
 // ---- the tables
 static const struct {
-    void (*quantise)(const Acts *a, int row);
+    void (*quantise)(const Acts *a, int row, int64_t from, int64_t to);
     PanelKernels panel[2]; // of floats, of integers
 } kernels[ISA_COUNT] = {
     {quantise_c, {{.above = INT_MAX}, {.above = INT_MAX}}},
@@ -1439,7 +1615,7 @@ static const struct {
     {quantise_avx2,
      {{16, 16, FLOATS_256, float_pack, float_tile_256},
       {6, 16, INTEGERS_256, quantised_pack, quantised_tile_256}}},
-    {quantise_avx2,
+    {quantise_avx512,
      {{12, 32, FLOATS_512, float_pack, float_tile_512},
       {4, 32, INTEGERS_512, quantised_pack, quantised_tile_512}}},
 #endif
@@ -1447,13 +1623,14 @@ static const struct {
 
 static const Format formats[F_COUNT] = {
 #define X(name, id, size, value)                                                  \
-    {#name, id, 1, size, false, 0, 1, 0, 0, -1, NULL, NULL, NULL, name##_expand,     \
-     {float_dot_c, VECTOR(name##_dot)}},
+    {#name, id, 1, size, false, 0, 1, 0, 0, -1, NULL, NULL, NULL, NULL, name##_expand, \
+     {float_dot_c, VECTOR(name##_dot), VECTOR(name##_dot)}},
     FLOATS_AND_BIN(X)
 #undef X
 #define X(name, id, block, bytes, offset, scales, minima, bits, d_at, table, load)      \
     {#name, id, block, bytes, true, offset, scales, minima, bits, d_at, table,          \
-     name##_load, VECTOR(name##_open), quantised_expand, {quantised_dot_c, VECTOR(name##_dot)}},
+     name##_load_32, VECTOR(name##_load_64), VECTOR(name##_open), quantised_expand,     \
+     {quantised_dot_c, VECTOR(name##_dot_avx2), VECTOR(name##_dot_avx512)}},
     QUANTISED(X)
 #undef X
 };
@@ -1695,7 +1872,7 @@ static int64_t odd_lines(int64_t bytes) {
     return ((bytes + 63) / 64 | 1) * 64;
 }
 
-// The shape of n rows, without memory: x [n][ldx], q [n][ldq], dx [n][ldb], sum [n][2][ldb]
+// The shape of n rows, without memory: x [n][ldx], q [n][ldq], dx [n][ldb], sum [n][3][ldb]
 static Acts acts_shape(int n, int64_t cols) {
     int64_t blocks = (cols + 255) / 256 * 8; // kernels walk eight blocks at a time
     return (Acts){.n = n, .cols = cols, .ldx = odd_lines(cols * 4) / 4,
@@ -1704,26 +1881,28 @@ static Acts acts_shape(int n, int64_t cols) {
 
 static size_t acts_bytes(int max_n, int64_t max_cols) {
     Acts a = acts_shape(max_n, max_cols);
-    return (size_t)max_n * (size_t)(a.ldx * 4 + a.ldq * 2 + a.ldb * 12);
+    return (size_t)max_n * (size_t)(a.ldx * 4 + a.ldq * 4 + a.ldb * 16);
 }
 
 static Acts acts_at(uint8_t *mem, int n, int64_t cols) { // mem: 64-byte aligned
     Acts a = acts_shape(n, cols);
     a.x = (float *)(void *)mem;
     a.q = (int16_t *)(void *)(a.x + n * a.ldx);
-    a.dx = (float *)(void *)(a.q + n * a.ldq);
+    a.bytes = (uint8_t *)(a.q + n * a.ldq);
+    a.dx = (float *)(void *)(a.bytes + 2 * n * a.ldq);
     a.sum = (int32_t *)(void *)(a.dx + n * a.ldb);
     return a;
 }
 
-// x from row `first` and element k (a multiple of 32) on
+// x from row `first` and element k (a multiple of 256) on
 static Acts acts_part(const Acts *x, int first, int n, int64_t k) {
     Acts a = *x;
     a.n = n;
     a.x += first * x->ldx + k;
     a.q += first * x->ldq + k;
+    a.bytes += 2 * (first * x->ldq + k);
     a.dx += first * x->ldb + k / 32;
-    a.sum += 2 * first * x->ldb + k / 32;
+    a.sum += 3 * first * x->ldb + k / 32;
     return a;
 }
 
@@ -1731,22 +1910,25 @@ static Acts acts_part(const Acts *x, int first, int n, int64_t k) {
 // kernels walk eight floats at a time, integer kernels eight blocks: what follows the row must be
 // 0, not a stranger's NaN.
 static void acts_quantise(int isa, const Acts *a, int row, int64_t from, int64_t to) {
-    Acts part = acts_part(a, row, 1, from);
-    part.cols = to - from;
     for (int64_t k = to; to == a->cols && k % 8; k++) a->x[row * a->ldx + k] = 0;
     if (a->cols % 32) return;
-    kernels[isa].quantise(&part, 0);
-    for (int64_t j = part.cols / 32; to == a->cols && (from / 32 + j) % 8; j++) {
-        memset(part.q + 32 * j, 0, 64);
-        part.dx[j] = 0, part.sum[j] = part.sum[j + a->ldb] = 0;
+    kernels[isa].quantise(a, row, from, to);
+    for (int64_t j = to / 32; to == a->cols && j % 8; j++) {
+        uint8_t *bytes = bytes_at(a, row, j);
+        memset(bytes, 0, 32), memset(bytes + 64, 0, 32);
+        memset(a->q + row * a->ldq + 32 * j, 0, 64);
+        a->dx[row * a->ldb + j] = 0;
+        for (int i = 0; i < 3; i++) a->sum[(3 * row + i) * a->ldb + j] = 0;
     }
 }
 
 static void acts_copy(const Acts *to, int row, const Acts *from, int from_row) {
     memcpy(to->x + row * to->ldx, from->x + from_row * from->ldx, sizeof(float) * (size_t)to->ldx);
     memcpy(to->q + row * to->ldq, from->q + from_row * from->ldq, 2 * (size_t)to->ldq);
+    memcpy(to->bytes + 2 * row * to->ldq, from->bytes + 2 * from_row * from->ldq,
+           2 * (size_t)to->ldq);
     memcpy(to->dx + row * to->ldb, from->dx + from_row * from->ldb, 4 * (size_t)to->ldb);
-    memcpy(to->sum + 2 * row * to->ldb, from->sum + 2 * from_row * from->ldb, 8 * (size_t)to->ldb);
+    memcpy(to->sum + 3 * row * to->ldb, from->sum + 3 * from_row * from->ldb, 12 * (size_t)to->ldb);
 }
 
 typedef struct {
@@ -1780,7 +1962,7 @@ static long product_tickets(const Worker *w, const Acts *x, const Tensor *t) {
 static void product_dots(const Worker *w, const Acts *x, const Product *p, long ticket) {
     const Tensor *t = p->w;
     const int64_t quarter = (t->rows + 3) / 4, each = ticket_rows(w, x, t);
-    Dot *dot = t->format->dot[w->team->isa != ISA_C];
+    Dot *dot = t->format->dot[w->team->isa];
     for (int64_t i = ticket * each; i < MIN(quarter, (ticket + 1) * each); i++) {
         int64_t row[4];
         for (int r = 0; r < 4; r++) row[r] = i + r * quarter < t->rows ? i + r * quarter : i;

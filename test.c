@@ -733,9 +733,11 @@ static float naive_quantised(const Tensor *t, int64_t row, const float *x) {
     const uint8_t *p = t->data + row * (int64_t)t->stride;
     float l[8] = {0};
     for (int64_t j = 0; j < t->cols / 32; j++) {
+        const uint8_t *at = p + j / 8 * 8 * 32 / f->block * f->bytes;
+        uint8_t room[PAD];
         Group g;
-        int i = j % 8;
-        open_c(t, p + j / 8 * 8 * 32 / f->block * f->bytes, (int)MIN(8, t->cols / 32 - j + i), &g);
+        int i = j % 8, n = (int)MIN(8, t->cols / 32 - j + i);
+        open_c(t, group_pad(f, at, n, room), at, n, &g);
         float a = 0, dx = 0, r = 0;
         int64_t s[2] = {0}, sum[2] = {0};
         for (int k = 0; k < 32; k++) a = fmaxf(a, fabsf(x[32 * j + k]));
