@@ -517,9 +517,10 @@ typedef struct {            // eight blocks of 32 weights, opened: one is (u - o
     V8i sc[2], mn[2];       // formats of 256 weights: s and m in units of the file's d and dmin
 } Group;
 
-// Many columns: the rows of a tile are opened a piece of K at a time into a panel that stays in the
-// near cache while all columns pass; part[] keeps eight lanes of every product between two pieces.
-enum { PANEL_ROWS = 32, PANEL_K = 256, PANEL_BLOCKS = 16, PANEL_COLUMNS = 120 }; // at most
+// Many columns: the rows of a tile are opened, FLOAT_BLOCK of K at a time, into panels that stay in
+// the cache while all columns pass, some at a time; part[] keeps eight lanes of every product.
+enum { PANEL_ROWS = 32, PANEL_K = 256, PANEL_BLOCKS = 16 }; // at most
+enum { PANEL_COLUMNS = 512, PANEL_NEAR = 32 };
 typedef union {
     float w[PANEL_K * PANEL_ROWS]; // [k][row]
     struct {
@@ -538,6 +539,8 @@ typedef void Dot(const Product *p, const int64_t *row, const Acts *x, int first,
 typedef void Load(const Tensor *t, const uint8_t *p, const uint8_t *at, int n, Group *g);
 typedef void Pack(const Tensor *t, int64_t row, int64_t k, int len, int rows, Panel *p);
 typedef void Tile(const Format *f, const Panel *p, const Acts *x, int column, int len, float *part);
+typedef void Fold(const float *part, int columns, int panel_rows, int n, int rows, bool more,
+                  float *y, int64_t ldy);
 
 struct Format {
     const char *name;
@@ -560,6 +563,7 @@ typedef struct {
     int rows, columns; // of a tile: as many rows has a panel
     Pack *pack;
     Tile *tile;
+    Fold *fold;
 } PanelKernels;
 
 // ---- small floats
@@ -1600,6 +1604,25 @@ FLOAT_TILE(512)
 QUANTISED_TILE(256)
 QUANTISED_TILE(512)
 
+// y = the folded lanes of n columns and so many rows of a panel; y += them, if more
+AVX2_CALL void fold_panel(const float *part, int columns, int panel_rows, int n, int rows,
+                          bool more, float *y, int64_t ldy) {
+    const int s = columns * panel_rows; // from lane to lane
+    for (int c = 0; c < n; c++, y += ldy) {
+        const float *at = part + c / columns * LANES * s + c % columns * panel_rows;
+        for (int r = 0; r < rows; r += 8) {
+            V8f l[LANES], old;
+            float room[8] = {0}, *to = rows - r < 8 ? room : y + r; // at the matrix's end
+            UNROLL for (int i = 0; i < LANES; i++) l[i] = _mm256_loadu_ps(at + i * s + r);
+            l[0] = ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
+            if (more && to == room) memcpy(room, y + r, sizeof *y * (size_t)(rows - r));
+            old = _mm256_loadu_ps(to);
+            _mm256_storeu_ps(to, more ? old + l[0] : l[0]);
+            if (to == room) memcpy(y + r, room, sizeof *y * (size_t)(rows - r));
+        }
+    }
+}
+
 #define VECTOR(name) name
 #else
 #define VECTOR(name) NULL
@@ -1613,11 +1636,11 @@ static const struct {
     {quantise_c, {{.above = INT_MAX}, {.above = INT_MAX}}},
 #ifdef HAVE_X86
     {quantise_avx2,
-     {{16, 16, FLOATS_256, float_pack, float_tile_256},
-      {6, 16, INTEGERS_256, quantised_pack, quantised_tile_256}}},
+     {{16, 16, FLOATS_256, float_pack, float_tile_256, fold_panel},
+      {6, 16, INTEGERS_256, quantised_pack, quantised_tile_256, fold_panel}}},
     {quantise_avx512,
-     {{12, 32, FLOATS_512, float_pack, float_tile_512},
-      {4, 32, INTEGERS_512, quantised_pack, quantised_tile_512}}},
+     {{12, 32, FLOATS_512, float_pack, float_tile_512, fold_panel},
+      {4, 32, INTEGERS_512, quantised_pack, quantised_tile_512, fold_panel}}},
 #endif
 };
 
@@ -1932,7 +1955,7 @@ static void acts_copy(const Acts *to, int row, const Acts *from, int from_row) {
 }
 
 typedef struct {
-    Panel panel;
+    Panel panel[FLOAT_BLOCK / PANEL_K];
     float part[(PANEL_COLUMNS + 7) * PANEL_ROWS * LANES]; // the last tile may be wider than needed
 } Scratch;
 
@@ -1970,42 +1993,36 @@ static void product_dots(const Worker *w, const Acts *x, const Product *p, long 
     }
 }
 
-// y = the folded lanes of n columns (y += them, if more)
-static void panel_fold(const PanelKernels *k, const float *part, int n, int rows, bool more,
-                       float *y, int64_t ldy) {
-    const int s = k->columns * k->rows; // from lane to lane
-    for (int c = 0; c < n; c++)
-        for (int r = 0; r < rows; r++) {
-            const float *l = part + c / k->columns * LANES * s + c % k->columns * k->rows;
-            const float sum = ((l[r] + l[r + 4 * s]) + (l[r + 2 * s] + l[r + 6 * s])) +
-                              ((l[r + s] + l[r + 5 * s]) + (l[r + 3 * s] + l[r + 7 * s]));
-            y[c * ldy + r] = more ? y[c * ldy + r] + sum : sum;
-        }
-}
-
-// The rows of a panel against all columns, PANEL_COLUMNS at a time so that their lanes stay near.
-// Float lanes are folded at every FLOAT_BLOCK, integer lanes at the end of the row.
+// The rows of a panel against all columns. Float lanes are folded at every FLOAT_BLOCK, integer
+// lanes at the end of the row.
 static void product_panels(const Worker *w, const Acts *x, const Product *p, long ticket) {
     const Tensor *t = p->w;
     const bool quantised = t->format->quantised;
     const PanelKernels *k = &kernels[w->team->isa].panel[quantised];
-    const int64_t row = ticket * k->rows, fold_every = quantised ? INT64_MAX : FLOAT_BLOCK;
     const int step = quantised ? 32 * PANEL_BLOCKS : PANEL_K;
-    const int rows = (int)MIN(k->rows, t->rows - row);
+    const int64_t row = ticket * k->rows;
+    const int rows = (int)MIN(k->rows, t->rows - row), tile = k->rows * LANES; // floats a column
     Scratch *s = (Scratch *)(void *)w->scratch;
     for (int first = 0; first < x->n; first += PANEL_COLUMNS) {
         const int n = MIN(PANEL_COLUMNS, x->n - first);
-        float *y = p->y + first * p->ldy + row;
-        for (int64_t at = 0; at < t->cols; at += step) {
-            const int len = (int)MIN(step, t->cols - at);
-            const Acts part = acts_part(x, first, n, at);
-            if (at % fold_every == 0)
-                memset(s->part, 0, sizeof(float) * (size_t)(k->rows * LANES * (n + 7)));
-            k->pack(t, row, at, len, k->rows, &s->panel);
-            for (int c = 0; c < n; c += k->columns)
-                k->tile(t->format, &s->panel, &part, c, len, s->part);
-            if ((at + len) % fold_every == 0 || at + len == t->cols)
-                panel_fold(k, s->part, n, rows, at >= fold_every, y, p->ldy);
+        for (int64_t from = 0; from < t->cols; from += FLOAT_BLOCK) {
+            const int64_t to = MIN(t->cols, from + FLOAT_BLOCK);
+            const bool end = !quantised || to == t->cols;
+            for (int64_t at = from; at < to; at += step)
+                k->pack(t, row, at, (int)MIN(step, to - at), k->rows, &s->panel[(at - from) / step]);
+            for (int c = 0; c < n; c += PANEL_NEAR / k->columns * k->columns) {
+                const int near = MIN(PANEL_NEAR / k->columns * k->columns, n - c);
+                float *part = s->part + c * tile;
+                if (!quantised || !from) memset(part, 0, sizeof *part * (size_t)((near + 7) * tile));
+                for (int64_t at = from; at < to; at += step) {
+                    const Acts x_part = acts_part(x, first + c, near, at);
+                    for (int i = 0; i < near; i += k->columns)
+                        k->tile(t->format, &s->panel[(at - from) / step], &x_part, i,
+                                (int)MIN(step, to - at), part);
+                }
+                if (end) k->fold(part, k->columns, k->rows, near, rows, !quantised && from,
+                                 p->y + (first + c) * p->ldy + row, p->ldy);
+            }
         }
     }
 }
@@ -5196,7 +5213,7 @@ static const Opt opts[] = {
      "positions of the cache (the file's, up to 4096)", 0, 1, 1e9},
     {0, "kv", WORD, AT(kv), "f32|f16", "the cache's type (f32 where the weights are f32)"},
     {0, "threads", WHOLE, AT(threads), "N", "default: one a core", 0, -1e9, 1e9},
-    {0, "chunk", WHOLE, AT(chunk), "N", "rows of a prompt read in one pass", 128, 1, 4096},
+    {0, "chunk", WHOLE, AT(chunk), "N", "rows of a prompt read in one pass", 256, 1, 4096},
     {'q', "quiet", FLAG, AT(quiet), "", "nothing on stderr but errors"},
     {'h', "help", FLAG, AT(help), "", "this text"},
     {0, "version", FLAG, AT(version), "", "the version"},
