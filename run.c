@@ -1417,18 +1417,28 @@ AVX2 void columns_store(__m256i *v, void *out, int step) {
         _mm256_storeu_si256((__m256i *)((int32_t *)out + i * step), v[i]);
 }
 
-AVX2_CALL void float_pack(const Tensor *t, int64_t row, int64_t k, int len, int rows, Panel *p) {
-    const Format *f = t->format;
-    for (int r = 0; r < rows; r += 8)
+AVX2 void floats_pack(uint32_t id, int bytes, const Tensor *t, int64_t row, int64_t k, int len,
+                      int rows, Panel *p) {
+    for (int r = 0; r < rows; r += 8) {
+        const uint8_t *in[8];
+        UNROLL for (int z = 0; z < 8; z++)
+            in[z] = weight_at(t, MIN(row + r + z, t->rows - 1), k, 1, bytes);
         for (int i = 0; i < len; i += 8) {
             V8f w[8];
-            UNROLL for (int z = 0; z < 8; z++) {
-                const int64_t at = MIN(row + r + z, t->rows - 1);
-                if (i + 8 > len || f->id >= 1000) last_weights(t, at, k + i, &w[z]);
-                else load_avx2(f->id, weight_at(t, at, k + i, 1, f->bytes), &w[z]);
-            }
+            if (i + 8 > len || id >= 1000)
+                for (int z = 0; z < 8; z++)
+                    last_weights(t, MIN(row + r + z, t->rows - 1), k + i, &w[z]);
+            else UNROLL for (int z = 0; z < 8; z++) load_avx2(id, in[z] + i * bytes, &w[z]);
             columns_store((__m256i *)w, p->w + i * rows + r, rows);
         }
+    }
+}
+
+AVX2_CALL void float_pack(const Tensor *t, int64_t row, int64_t k, int len, int rows, Panel *p) {
+    const uint32_t id = t->format->id;
+    if (id == 0) floats_pack(0, 4, t, row, k, len, rows, p);
+    else if (id == 1) floats_pack(1, 2, t, row, k, len, rows, p);
+    else floats_pack(id, t->format->bytes, t, row, k, len, rows, p);
 }
 
 // Eight rows of n blocks
@@ -5602,7 +5612,7 @@ static void cmd_score(const Options *o, const Model *m) {
         die("%s: the logits would overwrite the model", o->logits);
     FILE *dump = o->logits ? fopen(o->logits, "wb") : NULL;
     if (o->logits && !dump) die("%s: cannot open: %s", o->logits, strerror(errno));
-    Session *s = start_session(o, m, context, 32);
+    Session *s = start_session(o, m, context, MAX(32, (1 << 24) / m->config.vocab_size));
     int vocab = m->config.vocab_size, row = 0;
     double sum = 0, squares = 0;
     if (pieces) size = context;
