@@ -1132,10 +1132,14 @@ INLINE void group_open(const Simd *v, const Format *f, const Tensor *t, const ui
     else f->load(t, p, at, n, g);
     if (f->bits_at) v->fifth_bits(p + f->bits_at, f->bytes, g);
     if (f->table) v->look_up(f->table, g);
-    if (f->d_at < 0) return;
     const int step = f->block == 32 ? f->bytes : 0;
-    v->halves(p + f->d_at, step, &g->s[0]);
+    if (f->d_at >= 0) v->halves(p + f->d_at, step, &g->s[0]);
     if (f->minima) v->halves(p + f->d_at + 2, step, &g->m[0]);
+    if (step && n < 8) {
+        const V8i there = (V8i){0, 1, 2, 3, 4, 5, 6, 7} < n;
+        g->s[0] = (V8f)((V8i)g->s[0] & there);
+        if (f->minima) g->m[0] = (V8f)((V8i)g->m[0] & there);
+    }
     if (step) return;
     g->s[1] = g->s[0], g->m[1] = g->m[0];
     UNROLL for (int h = 0; h < 2; h++) {
@@ -1145,13 +1149,14 @@ INLINE void group_open(const Simd *v, const Format *f, const Tensor *t, const ui
     }
 }
 
-// Where a row ends within eight blocks, they are copied and zeros added: these meet activations
-// that are 0, and a step of +0 changes no lane (none is -0: lanes start at +0).
+// Eight blocks at p of which a row has n: the others meet activations that are 0 and scales that
+// group_open makes 0, and a step of +0 changes no lane (none is -0: lanes start at +0). Where they
+// would lie behind the matrix, zeros take their place.
 enum { PAD = 8 * 34 }; // bytes of the largest eight blocks that may be cut
-static const uint8_t *group_pad(const Format *f, const uint8_t *p, int n, uint8_t room[PAD]) {
-    if (n >= 8) return p;
+static const uint8_t *group_pad(const Tensor *t, const uint8_t *p, int n, uint8_t room[PAD]) {
+    if (n >= 8 || (size_t)(p - t->data) + PAD <= (size_t)t->rows * t->stride) return p;
     memset(room, 0, PAD);
-    memcpy(room, p, (size_t)(n * f->bytes));
+    memcpy(room, p, (size_t)(n * t->format->bytes));
     return room;
 }
 
@@ -1166,7 +1171,7 @@ static void quantised_expand(const Tensor *t, int64_t row, int64_t k, int n, flo
     for (int j = 0; j < n; j += 256, p += 256 / f->block * f->bytes) {
         uint8_t room[PAD];
         Group g;
-        open_c(t, group_pad(f, p, (n - j) / 32, room), p, (n - j) / 32, &g);
+        open_c(t, group_pad(t, p, (n - j) / 32, room), p, (n - j) / 32, &g);
         for (int i = 0; i < MIN(256, n - j); i++) {
             int b = i / 32, h = i % 32 / 16;
             float product = (float)(((uint8_t *)g.u)[i] - f->offset) * g.s[f->scales == 2 && h][b];
@@ -1236,7 +1241,7 @@ INLINE void quantised_dot(const Simd *v, const Format *f, bool known, int scales
             const int left = (int)MIN(8, blocks - j);
             Group g;
             UNROLL for (int i = 0; i < bytes; i += 64) __builtin_prefetch(in + 1024 + i);
-            if (f->block == 32 && left < 8) in = group_pad(f, at, left, room);
+            if (f->block == 32 && left < 8) in = group_pad(t, at, left, room);
             if (known) group_open(v, f, t, in, at, left, &g);
             else f->open(t, in, at, left, &g);
             for (int c = 0; c < n; c++)
@@ -1477,7 +1482,7 @@ AVX2_CALL void quantised_pack(const Tensor *t, int64_t row, int64_t k, int len, 
         for (int r = 0, n = MIN(8, len / 32 - b); r < rows; r += 8) {
             for (int i = 0; i < 8; i++) {
                 const uint8_t *at = in + (size_t)MIN(row + r + i, t->rows - 1) * t->stride;
-                f->open(t, group_pad(f, at, n, room), at, n, &g[i]);
+                f->open(t, group_pad(t, at, n, room), at, n, &g[i]);
             }
             groups_pack(f, g, n, b, r, rows, p);
         }

@@ -737,7 +737,7 @@ static float naive_quantised(const Tensor *t, int64_t row, const float *x) {
         uint8_t room[PAD];
         Group g;
         int i = j % 8, n = (int)MIN(8, t->cols / 32 - j + i);
-        open_c(t, group_pad(f, at, n, room), at, n, &g);
+        open_c(t, group_pad(t, at, n, room), at, n, &g);
         float a = 0, dx = 0, r = 0;
         int64_t s[2] = {0}, sum[2] = {0};
         for (int k = 0; k < 32; k++) a = fmaxf(a, fabsf(x[32 * j + k]));
