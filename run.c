@@ -1613,7 +1613,8 @@ FLOAT_TILE(512)
     }                                                                                             \
     CALL_##bits void quantised_tile_##bits(const Format *f, const Panel *p, const Acts *x,        \
                                            int column, int len, float *part) {                    \
-        if (x->n - column > 4) kinds_##bits(INTEGERS_##bits, f, p, x, column, len, part);         \
+        if (INTEGERS_##bits > 4 && x->n - column > 4)                                             \
+            kinds_##bits(INTEGERS_##bits, f, p, x, column, len, part);         \
         else kinds_##bits(4, f, p, x, column, len, part);                                         \
     }
 QUANTISED_TILE(256)
@@ -1779,8 +1780,8 @@ INLINE void kv_load(const Simd *v, bool half, const void *p, int64_t i, V8f *to)
 }
 
 // out[j][8 b + lane] for nq queries q[j][d] and blocks from <= b < to
-INLINE void scores(const Simd *v, int nq, bool half, const float *const *q, const void *keys, int d,
-                   int64_t from, int64_t to, float scale, float *const *out) {
+INLINE void scores(const Simd *v, int nq, bool half, const float *const *q, float *const *out,
+                   const void *keys, int d, int64_t from, int64_t to, float scale) {
     for (int64_t b = from; b < to; b += 2) { // a pair of blocks keeps the units busy
         const int64_t at = b * d * 8, next = b + 1 < to ? at + 8 * d : at;
         V8f s[QUERY_TILE][2], key[2];
@@ -1805,8 +1806,8 @@ INLINE void scores(const Simd *v, int nq, bool half, const float *const *q, cons
 // out[j][k] = fma chain over positions from <= i < to of e[j][i] * values[i][k], going on from out.
 // Here for `vectors` times eight dimensions from k on: vectors * nq sums stay in registers.
 INLINE void mix_tile(const Simd *v, int nq, bool half, int vectors, const float *const *e,
-                     const void *values, int d, int k, int64_t from, int64_t to,
-                     float *const *out) {
+                     float *const *out, const void *values, int d, int k, int64_t from,
+                     int64_t to) {
     V8f s[QUERY_TILE][4], x[4];
     UNROLL for (int j = 0; j < nq; j++)
         UNROLL for (int z = 0; z < vectors; z++) memcpy(&s[j][z], out[j] + k + 8 * z, 32);
@@ -1824,14 +1825,14 @@ INLINE void mix_tile(const Simd *v, int nq, bool half, int vectors, const float 
         UNROLL for (int z = 0; z < vectors; z++) memcpy(out[j] + k + 8 * z, &s[j][z], 32);
 }
 
-INLINE void mix(const Simd *v, int nq, bool half, const float *const *e, const void *values, int d,
-                int64_t from, int64_t to, float *const *out) {
+INLINE void mix(const Simd *v, int nq, bool half, const float *const *e, float *const *out,
+                const void *values, int d, int64_t from, int64_t to) {
     int k = 0;
     if (from >= to) return;
     if (nq <= 2) // more dimensions at once where there are fewer queries
-        for (; k + 32 <= d; k += 32) mix_tile(v, nq, half, 4, e, values, d, k, from, to, out);
-    for (; k + 16 <= d; k += 16) mix_tile(v, nq, half, 2, e, values, d, k, from, to, out);
-    for (; k + 8 <= d; k += 8) mix_tile(v, nq, half, 1, e, values, d, k, from, to, out);
+        for (; k + 32 <= d; k += 32) mix_tile(v, nq, half, 4, e, out, values, d, k, from, to);
+    for (; k + 16 <= d; k += 16) mix_tile(v, nq, half, 2, e, out, values, d, k, from, to);
+    for (; k + 8 <= d; k += 8) mix_tile(v, nq, half, 1, e, out, values, d, k, from, to);
     for (; k < d; k++) // one by one: eight would reach past the row
         for (int64_t i = from; i < to; i++)
             for (int j = 0; j < nq; j++) {
@@ -1852,8 +1853,11 @@ typedef struct { // those of one instruction set
                 int64_t from, int64_t to, float *const *out);
 } VecOps;
 
-// One call each; the number of queries and the type of the cache become constants
-#define WITH_CONSTANTS(f, simd, ...)                                                    \
+// Plain C takes one query after the other; in vector code their number and the type of the cache
+// become constants
+#define ONE_BY_ONE(f, simd, in, out, ...) \
+    for (int j = 0; j < nq; j++) f(simd, 1, half, in + j, out + j, __VA_ARGS__)
+#define TOGETHER(f, simd, ...)                                                          \
     if (nq == 1 && half) f(simd, 1, true, __VA_ARGS__);                                 \
     else if (nq == 1) f(simd, 1, false, __VA_ARGS__);                                   \
     else if (nq == 2 && half) f(simd, 2, true, __VA_ARGS__);                            \
@@ -1862,7 +1866,7 @@ typedef struct { // those of one instruction set
     else if (nq == 3) f(simd, 3, false, __VA_ARGS__);                                   \
     else if (half) f(simd, 4, true, __VA_ARGS__);                                       \
     else f(simd, 4, false, __VA_ARGS__)
-#define VEC_OPS(isa, CALL)                                                              \
+#define VEC_OPS(isa, CALL, QUERIES)                                                     \
     CALL float sum_squares_##isa(const float *x, int64_t n) {                           \
         return sum_squares(&simd_##isa, x, n);                                          \
     }                                                                                   \
@@ -1875,15 +1879,15 @@ typedef struct { // those of one instruction set
     CALL void scores_##isa(bool half, const float *const *q, int nq, const void *keys,  \
                            int d, int64_t from, int64_t to, float scale,                \
                            float *const *out) {                                         \
-        WITH_CONSTANTS(scores, &simd_##isa, q, keys, d, from, to, scale, out);          \
+        QUERIES(scores, &simd_##isa, q, out, keys, d, from, to, scale);                 \
     }                                                                                   \
     CALL void mix_##isa(bool half, const float *const *e, int nq, const void *values,   \
                         int d, int64_t from, int64_t to, float *const *out) {           \
-        WITH_CONSTANTS(mix, &simd_##isa, e, values, d, from, to, out);                  \
+        QUERIES(mix, &simd_##isa, e, out, values, d, from, to);                         \
     }
-VEC_OPS(c, static)
+VEC_OPS(c, static, ONE_BY_ONE)
 #ifdef HAVE_X86
-VEC_OPS(avx2, AVX2_CALL)
+VEC_OPS(avx2, AVX2_CALL, TOGETHER)
 #endif
 
 static const VecOps vec_ops[ISA_COUNT] = {
