@@ -5,15 +5,19 @@
     python3 bench/bench.py --llama-bench PATH/llama-bench --llama2c PATH/llama2.c *.gguf *.bin --out bench/mymachine.csv
     python3 bench/bench.py --plot bench/mymachine.csv        (needs matplotlib; writes bench/mymachine.svg)
 
-The peers are optional: llama.cpp by its llama-bench, or by the Python package llama-cpp-python where that is installed;
-llama2.c by a folder in which `make runomp` was done. Measured are a prompt of 512 tokens and 64 tokens decoded at depths 0, 512
-and 4,096 as the model's context allows; llama2.c decodes 256 tokens. Written are medians, extremes, the ratio of medians, and
-GB/s beside what plain read loops reach (bench/roof.c). Close other programs first: they cost more than any kernel gains.
+The peers are optional: llama.cpp by its llama-bench (and llama-completion beside it, for starts), or by the Python package
+llama-cpp-python where that is installed; llama2.c by a folder in which `make runomp` was done. Measured are a prompt of 512
+tokens, 64 tokens decoded at depths 0, 512 and 4,096 as the model's context allows, and whole starts: load, a prompt of about 8
+tokens, one token, exit (phase "start", in starts a second). llama2.c decodes 256 tokens, and reads a prompt of about 300. Written
+are medians, extremes, the ratio of medians, and GB/s beside what plain read loops reach (bench/roof.c). Close other programs
+first: they cost more than any kernel gains.
 """
-import argparse, csv, datetime, os, pathlib, platform, re, shutil, statistics, subprocess, sys, tempfile, time
+import argparse, csv, datetime, os, pathlib, platform, re, shutil, statistics, struct, subprocess, sys, tempfile, time
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
+SHORT_PROMPT = "Once upon a time there was a"
+LONG_PROMPT = "Once upon a time there was a little girl who had a red ball and a dog. " * 15
 FIELDS = ("date machine model types program phase tokens depth threads median low high gb_per_s roof_gb_per_s rounds "
           "ratio").split()
 
@@ -90,11 +94,25 @@ def llama_cpp_python(args, model, depths):
 
 
 def llama2c(args, model):
-    text = output([args.llama2c / "run", model.resolve(), "-t", 0, "-n", 256, "-z", args.tokenizer.resolve()],
-                  cwd=args.llama2c, env=dict(os.environ, OMP_NUM_THREADS=str(args.threads))) or ""
-    found = re.search(r"achieved tok/s: ([\d.]+)", text)
-    if found:
-        yield "decode", 64, 0, float(found[1]), None
+    magic, version = struct.unpack("<II", open(model, "rb").read(8))
+    program = args.llama2c / ("runq" if (magic, version) == (0x616B3432, 2) else "run")
+    for phase, tokens, options in (("decode", 64, ["-n", 256]), ("prefill", 300, ["-n", 300, "-i", LONG_PROMPT])):
+        text = output([program, model.resolve(), "-t", 0, *options, "-z", args.tokenizer.resolve()],
+                      cwd=args.llama2c, env=dict(os.environ, OMP_NUM_THREADS=str(args.threads))) or ""
+        found = re.search(r"achieved tok/s: ([\d.]+)", text)
+        if found:
+            yield phase, tokens, 0, float(found[1]), None
+
+
+def starts(command):
+    """Whole starts a second, the best of three: what is measured is the program, not the disk."""
+    best = 0
+    for _ in range(3):
+        begin = time.perf_counter()
+        if output(command) is None:
+            return
+        best = max(best, 1 / (time.perf_counter() - begin))
+    yield "start", 8, 0, best, None
 
 
 def measure(args):
@@ -103,23 +121,30 @@ def measure(args):
     limit, rows, name = roof(args.threads), [], machine()
     print(f"{name}; {args.threads} threads; plain reads: {limit} GB/s", file=sys.stderr)
     for model in args.models:
-        seen, gbs = {}, {}
+        seen, gbs, counts = {}, {}, {}
         info = output([args.run, model, "-m", "info"]) or ""
         types = re.search(r"^types: (.*)", info, re.M)
         for number in range(args.rounds):
             results = {"run.c": list(run_c(args, model))}
+            results["run.c"] += starts([args.run, model, "-i", SHORT_PROMPT, "-n", 10, "-t", 0, "-c", 512, "--threads",
+                                        args.threads, "-q"])
             depths = [d for phase, _, d, *_ in results["run.c"] if phase == "decode"] or [0]
             if model.suffix == ".bin":
                 if args.llama2c:
                     results["llama2.c"] = list(llama2c(args, model))
             elif args.llama_bench:
                 results["llama.cpp"] = list(llama_bench(args, model, depths))
+                completion = pathlib.Path(args.llama_bench).with_name("llama-completion")
+                if completion.exists():
+                    results["llama.cpp"] += starts([completion, "-m", model, "-p", SHORT_PROMPT, "-n", 1, "-t", args.threads, "-c",
+                                                    512, "--no-warmup", "-no-cnv", "--temp", 0])
             elif have_python:
                 results["llama.cpp"] = list(llama_cpp_python(args, model, depths))
             for program, lines in results.items():
                 for phase, tokens, depth, rate, gb in lines:
                     seen.setdefault((phase, depth, program), []).append(rate)
                     gbs.setdefault((phase, depth, program), []).append(gb)
+                    counts[phase, program] = tokens
             print(f"{model.name}: round {number + 1} of {args.rounds}", file=sys.stderr)
         for (phase, depth, program), rates in sorted(seen.items()):
             median = statistics.median(rates)
@@ -127,7 +152,7 @@ def measure(args):
             gb = gbs[phase, depth, program]
             rows.append(dict(
                 date=datetime.date.today().isoformat(), machine=name, model=model.stem, types=types[1] if types else "",
-                program=program, phase=phase, tokens=512 if phase == "prefill" else 64, depth=depth, threads=args.threads,
+                program=program, phase=phase, tokens=counts[phase, program], depth=depth, threads=args.threads,
                 median=f"{median:.2f}", low=f"{min(rates):.2f}", high=f"{max(rates):.2f}",
                 gb_per_s=f"{statistics.median(gb):.2f}" if gb[0] is not None else "", roof_gb_per_s=limit or "",
                 rounds=len(rates), ratio=f"{statistics.median(ours) / median:.2f}" if ours and program != "run.c" else ""))
@@ -142,32 +167,38 @@ def measure(args):
 
 
 def plot(path):
+    """Three panels: decode and prefill by file, run.c and the peer side by side; decode against depth."""
     import matplotlib
     matplotlib.use("svg")
     from matplotlib import pyplot
+    matplotlib.rcParams["svg.hashsalt"] = "run.c"
     rows = list(csv.DictReader(open(path)))
-    figure, (bars, lines) = pyplot.subplots(1, 2, figsize=(12, 4.5))
     models = list(dict.fromkeys(row["model"] for row in rows))
-    programs = list(dict.fromkeys(row["program"] for row in rows))
-    for number, program in enumerate(programs):
-        speeds = [next((float(r["median"]) for r in rows if (r["model"], r["program"], r["phase"], r["depth"]) ==
-                        (model, program, "decode", "0")), 0) for model in models]
-        bars.bar([i + 0.4 * number for i in range(len(models))], speeds, 0.38, label=program)
-        for model in models:
-            depth = sorted((int(r["depth"]), float(r["median"])) for r in rows
-                           if (r["model"], r["program"], r["phase"]) == (model, program, "decode"))
-            if len(depth) > 1:
-                lines.plot(*zip(*depth), marker="o", linestyle="-" if program == "run.c" else "--", label=f"{model}, {program}")
-    bars.set_xticks([i + 0.2 for i in range(len(models))], models, rotation=30, ha="right")
-    bars.set_ylabel("decode, tokens/s")
-    bars.legend()
-    lines.set_xlabel("positions in the cache")
-    lines.set_ylabel("decode, tokens/s")
-    if lines.lines:
-        lines.legend(fontsize=7)
-    figure.suptitle(f"{rows[0]['machine']}, {rows[0]['threads']} threads, {rows[0]['date']}" if rows else "")
+    programs = [name for name in ("run.c", "llama.cpp", "llama2.c") if any(row["program"] == name for row in rows)]
+    colours = {"run.c": "#1f5fa8", "llama.cpp": "#e08a2c", "llama2.c": "#8a8a8a"}
+    speed = {(row["model"], row["program"], row["phase"], int(row["depth"])): float(row["median"]) for row in rows}
+    figure, panels = pyplot.subplots(1, 3, figsize=(16, 0.36 * len(models) + 2.2), width_ratios=(1, 1, 0.9))
+    for panel, phase in zip(panels, ("decode", "prefill")):
+        for number, program in enumerate(programs):
+            values = [speed.get((model, program, phase, 0), 0) for model in models]
+            panel.barh([i + 0.27 * number for i in range(len(models))], values, 0.25, label=program, color=colours[program])
+        panel.set_yticks([i + 0.27 for i in range(len(models))], models if phase == "decode" else [])
+        panel.set_xscale("log")
+        panel.invert_yaxis()
+        panel.set_xlabel(f"{phase}, tokens/s")
+    panels[0].legend()
+    for model in models:
+        for program in programs:
+            depths = sorted((d, v) for (m, p, phase, d), v in speed.items() if (m, p, phase) == (model, program, "decode"))
+            if len(depths) > 2:
+                panels[2].plot(*zip(*depths), marker="o", color=colours[program])
+                panels[2].annotate(model if program == "run.c" else "", depths[-1], fontsize=7)
+    panels[2].set_xlabel("positions in the cache")
+    panels[2].set_ylabel("decode, tokens/s")
+    panels[2].set_yscale("log")
+    figure.suptitle(f"{rows[0]['machine']}, {rows[0]['threads']} threads, {rows[0]['date']}" if rows else "", fontsize=9)
     figure.tight_layout()
-    figure.savefig(path.with_suffix(".svg"))
+    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
 
 
 def main():
@@ -175,7 +206,7 @@ def main():
     p.add_argument("models", nargs="*", type=pathlib.Path, help="GGUF files, or .bin files of llama2.c")
     p.add_argument("--run", default=ROOT / "run", help="the program (default: ./run, which make builds)")
     p.add_argument("--llama-bench", help="path of llama.cpp's llama-bench")
-    p.add_argument("--llama2c", type=pathlib.Path, help="folder of llama2.c with its `run` built by `make runomp`")
+    p.add_argument("--llama2c", type=pathlib.Path, help="folder of llama2.c with `run` and `runq` built by `make runomp`")
     p.add_argument("--tokenizer", type=pathlib.Path, default=ROOT / "tokenizer.bin", help="for llama2.c")
     p.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
     p.add_argument("--rounds", type=int, default=5)
