@@ -37,7 +37,7 @@
 #error "run.c promises the same bits everywhere: build it without -ffast-math and -Ofast"
 #endif
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("fp-contract=off")
+#pragma GCC optimize("fp-contract=off", "no-schedule-insns") // the latter spills registers
 #else
 #pragma STDC FP_CONTRACT OFF
 #endif
@@ -449,11 +449,15 @@ static float rng_float(uint64_t *state) { // [0, 1)
 #define HAVE_X86 1
 #include <cpuid.h>
 #include <immintrin.h>
+#elif defined(__aarch64__) && defined(__GNUC__) && !defined(PLAIN_C)
+#define HAVE_NEON 1
+#include <arm_neon.h>
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __clang__
-#define UNROLL _Pragma("unroll(8)")
+#define UNROLL _Pragma("clang loop unroll(full)")
+#pragma clang diagnostic ignored "-Wpass-failed" // where a count is not known after all
 #define KEEP(v) (void)(v)
 #else
 #define UNROLL _Pragma("GCC unroll 8")
@@ -470,9 +474,18 @@ static float rng_float(uint64_t *state) { // [0, 1)
     __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 #define AVX512 AVX512_TARGET __attribute__((always_inline)) static inline
 #define AVX512_CALL AVX512_TARGET __attribute__((noinline)) static
+#define SIMD simd_avx2
+#define SIMD_INLINE AVX2
+#define SIMD_CALL AVX2_CALL
+#elif defined(HAVE_NEON) // every AArch64 has it
+#define NEON INLINE
+#define NEON_CALL __attribute__((noinline)) static
+#define SIMD simd_neon
+#define SIMD_INLINE NEON
+#define SIMD_CALL NEON_CALL
 #endif
 
-enum { ISA_C, ISA_AVX2, ISA_AVX512, ISA_COUNT };
+enum { ISA_C, ISA_AVX2, ISA_AVX512, ISA_COUNT, ISA_NEON = 1 }; // those of one machine rise
 enum { LANES = 8, FLOAT_BLOCK = 2048 };
 
 typedef struct Format Format;
@@ -508,6 +521,8 @@ typedef uint64_t V64 __attribute__((vector_size(64))); // GNU C's vectors: bytes
 typedef uint64_t V32 __attribute__((vector_size(32)));
 typedef uint32_t V8u __attribute__((vector_size(32))); // and eights of numbers
 typedef int32_t V8i __attribute__((vector_size(32)));
+typedef int16_t V16h __attribute__((vector_size(32)));
+typedef uint16_t V16u __attribute__((vector_size(32)));
 typedef float V8f __attribute__((vector_size(32)));
 typedef struct {            // eight blocks of 32 weights, opened: one is (u - offset) * s + m
     V32 u[8];               // a byte a weight; or, where registers are wide,
@@ -615,6 +630,7 @@ static float f16_at(const uint8_t *p) { return f16_to_f32(u16_at(p)); }
 #define ALL(x) {x, x, x, x, x, x, x, x}
 #define EACH(byte) ((byte) * 0x0101010101010101u) // in each byte of a word
 #define SHIFT(v, left) ((left) > 0 ? (v) << (left) : (v) >> -(left))
+#define NEGATIVE(v) ((V8i)(v) >> 31) // a mask; gcc takes a comparison apart where 32 are two 16
 
 // q8_0, 34 bytes:   | d f16 | 32 signed bytes |
 // bin8, 32 bytes:   | 32 signed bytes |: llama2.c's version 2 where no group crosses a row
@@ -638,7 +654,7 @@ INLINE void bin8_scales(const Tensor *t, const uint8_t *p, int n, Group *g) {
 INLINE void mxfp4_scales(const uint8_t *p, Group *g) { // E < 2: subnormal
     uint32_t e[8];
     UNROLL for (int i = 0; i < 8; i++) e[i] = p[17 * i];
-    V8u v = {e[0], e[1], e[2], e[3], e[4], e[5], e[6], e[7]}, small = (V8u)(v < 2);
+    V8u v = {e[0], e[1], e[2], e[3], e[4], e[5], e[6], e[7]}, small = (V8u)NEGATIVE(v - 2);
     g->s[0] = (V8f)((small & ((v + 1) << 21)) | (~small & ((v - 1) << 23)));
 }
 
@@ -876,6 +892,7 @@ typedef struct {
     void (*fma)(const V8f *a, const V8f *b, V8f *c);       // c += a * b, rounded once
     void (*fma_or)(const V8f *a, const V8f *b, V8f *c);    // or twice where it would be slow
     void (*spread)(const float *a, V8f *b);                // to all eight
+    void (*store)(const V8f *a, float *to);
     float (*fold)(const V8f *l);                           // T of the definition
     void (*floats)(const V8i *a, V8f *b);
     void (*load)(uint32_t id, const uint8_t *p, V8f *v);   // eight weights of f32, f16, bf16
@@ -898,6 +915,8 @@ static void fma_or_c(const V8f *a, const V8f *b, V8f *c) {
 }
 
 static void spread_c(const float *a, V8f *b) { *b = (V8f)ALL(*a); }
+
+static void store_c(const V8f *a, float *to) { memcpy(to, a, 32); }
 
 static float fold_c(const V8f *v) {
     const V8f l = *v;
@@ -945,8 +964,8 @@ static void pack_c(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]) {
     }
 }
 
-static const Simd simd_c = {fma_c,  fma_or_c, spread_c,  fold_c,       floats_c, load_c,
-                            halves_c, look_up_c, fifth_bits_c, sums_c,   pack_c, false};
+static const Simd simd_c = {fma_c,    fma_or_c, spread_c, store_c,   fold_c,       floats_c,
+                            load_c,   halves_c, look_up_c, fifth_bits_c, sums_c, pack_c, false};
 
 #ifdef HAVE_X86
 AVX2 __m256i load32(const void *p) { return _mm256_loadu_si256(p); }
@@ -954,6 +973,8 @@ AVX2 __m256i load32(const void *p) { return _mm256_loadu_si256(p); }
 AVX2 void fma_avx2(const V8f *a, const V8f *b, V8f *c) { *c = _mm256_fmadd_ps(*a, *b, *c); }
 
 AVX2 void spread_avx2(const float *a, V8f *b) { *b = _mm256_broadcast_ss(a); }
+
+AVX2 void store_avx2(const V8f *a, float *to) { _mm256_storeu_ps(to, *a); }
 
 AVX2 float fold_avx2(const V8f *l) {
     __m128 a = _mm_add_ps(_mm256_castps256_ps128(*l), _mm256_extractf128_ps(*l, 1));
@@ -1035,7 +1056,28 @@ AVX2 void pack_avx2(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]) 
     sum[0] = _mm256_extract_epi32(s, 0), sum[1] = _mm256_extract_epi32(s, 4), sum[2] = 0;
 }
 
-static const Simd simd_avx2 = {fma_avx2,    fma_avx2,  spread_avx2, fold_avx2,
+// Eight vectors of eight words each, stored as columns of eight, `step` words apart: halves change
+// places, then each half of four vectors is transposed.
+AVX2 void columns_store(const void *v, void *out, int step) {
+    const __m256i *in = v;
+    __m256i a[8], w[8];
+    UNROLL for (int i = 0; i < 4; i++) {
+        a[i] = _mm256_permute2x128_si256(in[i], in[i + 4], 0x20);
+        a[i + 4] = _mm256_permute2x128_si256(in[i], in[i + 4], 0x31);
+    }
+    UNROLL for (int i = 0; i < 8; i += 4) {
+        __m256i b0 = _mm256_unpacklo_epi32(a[i], a[i + 2]);
+        __m256i b1 = _mm256_unpackhi_epi32(a[i], a[i + 2]);
+        __m256i b2 = _mm256_unpacklo_epi32(a[i + 1], a[i + 3]);
+        __m256i b3 = _mm256_unpackhi_epi32(a[i + 1], a[i + 3]);
+        w[i] = _mm256_unpacklo_epi32(b0, b2), w[i + 1] = _mm256_unpackhi_epi32(b0, b2);
+        w[i + 2] = _mm256_unpacklo_epi32(b1, b3), w[i + 3] = _mm256_unpackhi_epi32(b1, b3);
+    }
+    UNROLL for (int i = 0; i < 8; i++)
+        _mm256_storeu_si256((__m256i *)((int32_t *)out + i * step), w[i]);
+}
+
+static const Simd simd_avx2 = {fma_avx2,    fma_avx2,  spread_avx2, store_avx2, fold_avx2,
                                floats_avx2, load_avx2, halves_avx2, look_up_avx2,
                                fifth_bits_avx2, sums_avx2, pack_avx2, false};
 
@@ -1101,9 +1143,117 @@ AVX512 void pack_avx512(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[
     sum[2] = sum[0] + sum[1] - _mm_cvtsi128_si32(t) - _mm_extract_epi32(t, 2);
 }
 
-static const Simd simd_avx512 = {fma_avx2,      fma_avx2,       spread_avx2,    fold_avx2,
+static const Simd simd_avx512 = {fma_avx2,      fma_avx2,  spread_avx2, store_avx2, fold_avx2,
                                  floats_avx2,   load_avx2,      halves_avx512,  look_up_avx512,
                                  fifth_bits_avx512, sums_avx512, pack_avx512, true};
+#endif
+
+#ifdef HAVE_NEON
+// NEON's vectors have 16 bytes: all is done by halves.
+#define HALVES UNROLL for (int h = 0; h < 2; h++)
+
+NEON uint8x16_t half(const void *v, int h) { return vld1q_u8((const uint8_t *)v + 16 * h); }
+NEON float32x4_t half_f32(const V8f *v, int h) { return vld1q_f32((const float *)v + 4 * h); }
+NEON void half_set(void *v, int h, uint8x16_t to) { vst1q_u8((uint8_t *)v + 16 * h, to); }
+NEON void half_f32_set(V8f *v, int h, float32x4_t to) { vst1q_f32((float *)v + 4 * h, to); }
+
+NEON void fma_neon(const V8f *a, const V8f *b, V8f *c) {
+    HALVES half_f32_set(c, h, vfmaq_f32(half_f32(c, h), half_f32(a, h), half_f32(b, h)));
+}
+
+NEON void spread_neon(const float *a, V8f *b) { HALVES half_f32_set(b, h, vdupq_n_f32(*a)); }
+NEON void store_neon(const V8f *a, float *to) { HALVES vst1q_f32(to + 4 * h, half_f32(a, h)); }
+
+NEON float fold_neon(const V8f *l) {
+    float32x4_t a = vaddq_f32(half_f32(l, 0), half_f32(l, 1));
+    return vpadds_f32(vadd_f32(vget_low_f32(a), vget_high_f32(a)));
+}
+
+NEON void floats_neon(const V8i *a, V8f *b) {
+    HALVES half_f32_set(b, h, vcvtq_f32_s32(vld1q_s32((const int32_t *)a + 4 * h)));
+}
+
+NEON void load_neon(uint32_t id, const uint8_t *p, V8f *v) {
+    HALVES {
+        uint16x4_t u = vreinterpret_u16_u8(vld1_u8(p + 8 * h));
+        half_f32_set(v, h, id == 0   ? vreinterpretq_f32_u8(half(p, h))
+                           : id == 1 ? vcvt_f32_f16(vreinterpret_f16_u16(u))
+                                     : vreinterpretq_f32_u32(vshll_n_u16(u, 16)));
+    }
+}
+
+NEON void halves_neon(const uint8_t *p, int step, V8f *v) {
+    uint16_t f[8];
+    UNROLL for (int i = 0; i < 8; i++) f[i] = u16_at(p + step * i);
+    load_neon(1, (const uint8_t *)f, v);
+}
+
+NEON void look_up_neon(const uint8_t table[16], Group *g) {
+    UNROLL for (int i = 0; i < 8; i++)
+        HALVES half_set(&g->u[i], h, vqtbl1q_u8(vld1q_u8(table), half(&g->u[i], h)));
+}
+
+NEON void fifth_bits_neon(const uint8_t *p, int step, Group *g) {
+    const uint8x16_t bit = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201));
+    UNROLL for (int i = 0; i < 8; i++, p += step)
+        HALVES {
+            uint8x16_t v = vcombine_u8(vdup_n_u8(p[2 * h]), vdup_n_u8(p[2 * h + 1]));
+            v = vandq_u8(vtstq_u8(v, bit), vdupq_n_u8(16));
+            half_set(&g->u[i], h, vorrq_u8(half(&g->u[i], h), v));
+        }
+}
+
+NEON int32x4_t mla_s16(int32x4_t s, uint16x8_t w, const int16_t *q) { // four sums of two products
+    int16x8_t a = vreinterpretq_s16_u16(w), b = vld1q_s16(q);
+    return vmlal_high_s16(vmlal_s16(s, vget_low_s16(a), vget_low_s16(b)), a, b);
+}
+
+NEON void sums_neon(const Format *f, const Group *g, const int16_t *q, const uint8_t *bytes,
+                    V8i s[2]) {
+    (void)f, (void)bytes;
+    HALVES { // four blocks at a time
+        int32x4_t part[2][4];
+        UNROLL for (int i = 0; i < 4; i++, q += 32)
+            UNROLL for (int z = 0; z < 2; z++) {
+                uint16x8_t w = vreinterpretq_u16_u8(half(&g->u[4 * h + i], z));
+                part[z][i] = mla_s16(vdupq_n_s32(0), vandq_u16(w, vdupq_n_u16(255)), q + 8 * z);
+                part[z][i] = mla_s16(part[z][i], vshrq_n_u16(w, 8), q + 8 * z + 16);
+            }
+        UNROLL for (int z = 0; z < 2; z++) {
+            int32x4_t a = vpaddq_s32(part[z][0], part[z][1]);
+            int32x4_t b = vpaddq_s32(part[z][2], part[z][3]);
+            vst1q_s32((int32_t *)&s[z] + 4 * h, vpaddq_s32(a, b));
+        }
+    }
+}
+
+NEON void pack_neon(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]) {
+    (void)bytes;
+    sum[2] = 0;
+    HALVES { // lower 16 bits of every other integer
+        int32x4x2_t a = vld2q_s32((const int32_t *)&v[2 * h]);
+        int32x4x2_t b = vld2q_s32((const int32_t *)&v[2 * h + 1]);
+        UNROLL for (int i = 0; i < 2; i++)
+            vst1q_s16(q + 16 * i + 8 * h, vcombine_s16(vmovn_s32(a.val[i]), vmovn_s32(b.val[i])));
+        sum[h] = vaddlvq_s16(vld1q_s16(q + 8 * h)) + vaddlvq_s16(vld1q_s16(q + 16 + 8 * h));
+    }
+}
+
+NEON void columns_store(const void *v, void *out, int step) { // as above
+    HALVES {
+        uint32x4x4_t a = vld4q_u32((const uint32_t *)v + 32 * h); // 0 4 of two rows, 1 5 ...
+        uint32x4x4_t b = vld4q_u32((const uint32_t *)v + 32 * h + 16);
+        UNROLL for (int i = 0; i < 8; i++) {
+            uint32x4_t w = i < 4 ? vuzp1q_u32(a.val[i % 4], b.val[i % 4])
+                                 : vuzp2q_u32(a.val[i % 4], b.val[i % 4]);
+            vst1q_u8((uint8_t *)out + 4 * (step * i + 4 * h), vreinterpretq_u8_u32(w));
+        }
+    }
+}
+
+static const Simd simd_neon = {fma_neon,    fma_neon,  spread_neon, store_neon, fold_neon,
+                               floats_neon, load_neon, halves_neon, look_up_neon,
+                               fifth_bits_neon, sums_neon, pack_neon, false};
 #endif
 
 // ---- quantised weights: groups and dots
@@ -1124,6 +1274,9 @@ QUANTISED(X)
     LOAD(64, AVX512, name, load)
 QUANTISED(X)
 #undef X
+#define WIDE(loader) loader
+#else
+#define WIDE(loader) NULL
 #endif
 
 INLINE void group_open(const Simd *v, const Format *f, const Tensor *t, const uint8_t *p,
@@ -1258,79 +1411,84 @@ static void quantised_dot_c(const Product *p, const int64_t *row, const Acts *x,
     quantised_dot(&simd_c, f, true, f->scales, f->minima, p, row, x, first, n);
 }
 
-#ifdef HAVE_X86
+#ifdef SIMD
 #define X(name, ...)                                                                             \
-    AVX2_CALL void name##_open(const Tensor *t, const uint8_t *p, const uint8_t *at, int n,      \
+    SIMD_CALL void name##_open(const Tensor *t, const uint8_t *p, const uint8_t *at, int n,      \
                                Group *g) {                                                       \
-        group_open(&simd_avx2, &formats[F_##name], t, p, at, n, g);                              \
+        group_open(&SIMD, &formats[F_##name], t, p, at, n, g);                                   \
     }
 QUANTISED(X)
 #undef X
 
 // Several columns: a group is opened once for all
-AVX2_CALL void columns_avx2(const Product *p, const int64_t *row, const Acts *x, int first, int n) {
+SIMD_CALL void columns_simd(const Product *p, const int64_t *row, const Acts *x, int first, int n) {
     const Format *f = p->w->format;
     const int s = f->scales, m = f->minima;
-    if (n == 4) quantised_dot(&simd_avx2, f, false, s, m, p, row, x, first, 4);
-    else if (n == 3) quantised_dot(&simd_avx2, f, false, s, m, p, row, x, first, 3);
-    else quantised_dot(&simd_avx2, f, false, s, m, p, row, x, first, 2);
+    if (n == 4) quantised_dot(&SIMD, f, false, s, m, p, row, x, first, 4);
+    else if (n == 3) quantised_dot(&SIMD, f, false, s, m, p, row, x, first, 3);
+    else quantised_dot(&SIMD, f, false, s, m, p, row, x, first, 2);
 }
 
 // One column, the case of decode, is compiled for each format
 #define DOT(isa, CALL, name, scales, minima)                                                     \
     CALL void name##_dot_##isa(const Product *p, const int64_t *row, const Acts *x, int first,   \
                                int n) {                                                          \
-        if (n > 1) columns_avx2(p, row, x, first, n);                                            \
+        if (n > 1) columns_simd(p, row, x, first, n);                                            \
         else quantised_dot(&simd_##isa, &formats[F_##name], true, scales, minima, p, row, x,     \
                            first, 1);                                                            \
     }
+#ifdef HAVE_X86
+#define DOTS(name) name##_dot_avx2, name##_dot_avx512
 #define X(name, id, block, bytes, offset, scales, minima, ...) \
     DOT(avx2, AVX2_CALL, name, scales, minima)                 \
     DOT(avx512, AVX512_CALL, name, scales, minima)
+#else
+#define DOTS(name) name##_dot_neon
+#define X(name, id, block, bytes, offset, scales, minima, ...) \
+    DOT(neon, NEON_CALL, name, scales, minima)
+#endif
 QUANTISED(X)
 #undef X
 #endif
 
 // ---- float weights: dots
-// The last weights of a row; past its end -0, which times 0 changes no lane
-static void last_weights(const Tensor *t, int64_t row, int64_t k, V8f *w) {
-    float part[8] = ALL(-0.0f);
-    t->format->expand(t, row, k, (int)MIN(8, t->cols - k), part);
-    memcpy(w, part, 32);
+// Lanes += n weights, eight at a time, of four rows times those of cols <= 3 columns
+INLINE void float_lanes(const Simd *v, uint32_t id, int bytes, const uint8_t *const at[4], int n,
+                        int cols, const float *in, int64_t ldx, V8f (*l)[3]) {
+    for (int k = 0; k < n; k += 8) {
+        V8f w = {0}, column[3]; // 0: gcc warns
+        UNROLL for (int c = 0; c < cols; c++)
+            v->load(0, (const uint8_t *)(in + c * ldx + k), &column[c]);
+        UNROLL for (int r = 0; r < 4; r++) {
+            v->load(id, at[r] + k * bytes, &w);
+            UNROLL for (int c = 0; c < cols; c++) v->fma_or(&w, &column[c], &l[r][c]);
+        }
+    }
 }
 
-// Four rows times cols <= 3 columns, straight from the file
+// Four rows times cols <= 3 columns, straight from the file where it has whole eights of floats
 INLINE void float_dot(const Simd *v, const Format *f, int cols, const Product *p,
                       const int64_t *row, const Acts *x, int first) {
     const Tensor *t = p->w;
-    const float *in = x->x + first * x->ldx;
-    const uint8_t *at[4];
-    float y[4][3] = {{0}}; // not p->y: row[] may name a row twice
-    for (int r = 0; r < 4; r++) at[r] = weight_at(t, row[r], 0, 1, f->bytes);
-    for (int64_t k = 0; k < t->cols;) {
-        V8f l[4][3], w, column[3];
-        const int64_t end = MIN(t->cols, k + FLOAT_BLOCK);
-        const bool more = k;
-        UNROLL for (int r = 0; r < 4; r++)
+    float y[4][3] = {{0}}, open[4][FLOAT_BLOCK]; // not p->y: row[] may name a row twice
+    for (int64_t k = 0; k < t->cols; k += FLOAT_BLOCK) {
+        const int n = (int)MIN(FLOAT_BLOCK, t->cols - k);
+        const bool whole = f->id < 1000 && n % 8 == 0;
+        const float *in = x->x + first * x->ldx + k;
+        const uint8_t *at[4];
+        V8f l[4][3];
+        UNROLL for (int r = 0; r < 4; r++) {
+            at[r] = whole ? weight_at(t, row[r], k, 1, f->bytes) : (const uint8_t *)open[r];
+            if (!whole) f->expand(t, row[r], k, n, open[r]);
+            for (int i = n; i % 8; i++) open[r][i] = -0.0f; // times 0 changes no lane
             UNROLL for (int c = 0; c < cols; c++) l[r][c] = (V8f){0};
-        for (; k + 8 <= end && f->id < 1000; k += 8) {
-            UNROLL for (int c = 0; c < cols; c++) memcpy(&column[c], in + c * x->ldx + k, 32);
-            UNROLL for (int r = 0; r < 4; r++) {
-                v->load(f->id, at[r] + k * f->bytes, &w);
-                UNROLL for (int c = 0; c < cols; c++) v->fma_or(&w, &column[c], &l[r][c]);
-            }
         }
-        for (; k < end; k += 8)
-            for (int c = 0; c < cols; c++)
-                for (int r = 0; r < 4; r++) {
-                    memcpy(&column[0], in + c * x->ldx + k, 32);
-                    last_weights(t, row[r], k, &w);
-                    v->fma_or(&w, &column[0], &l[r][c]);
-                }
+        if (whole) float_lanes(v, f->id, f->bytes, at, n, cols, in, x->ldx, l);
+        else float_lanes(v, 0, 4, at, n, cols, in, x->ldx, l);
         UNROLL for (int r = 0; r < 4; r++)
             UNROLL for (int c = 0; c < cols; c++) {
                 float sum = v->fold(&l[r][c]);
-                y[r][c] = more ? y[r][c] + sum : sum;
+                y[r][c] = k ? y[r][c] + sum : sum;
             }
     }
     for (int r = 0; r < 4; r++)
@@ -1341,14 +1499,14 @@ static void float_dot_c(const Product *p, const int64_t *row, const Acts *x, int
     for (int c = 0; c < n; c++) float_dot(&simd_c, p->w->format, 1, p, row, x, first + c);
 }
 
-#ifdef HAVE_X86
+#ifdef SIMD
 #define X(name, ...)                                                                            \
-    AVX2_CALL void name##_dot(const Product *p, const int64_t *row, const Acts *x, int first,   \
+    SIMD_CALL void name##_dot(const Product *p, const int64_t *row, const Acts *x, int first,   \
                               int n) {                                                          \
         const Format *f = &formats[F_##name];                                                   \
-        for (; n >= 3; n -= 3, first += 3) float_dot(&simd_avx2, f, 3, p, row, x, first);       \
-        if (n == 2) float_dot(&simd_avx2, f, 2, p, row, x, first);                              \
-        if (n == 1) float_dot(&simd_avx2, f, 1, p, row, x, first);                              \
+        for (; n >= 3; n -= 3, first += 3) float_dot(&SIMD, f, 3, p, row, x, first);       \
+        if (n == 2) float_dot(&SIMD, f, 2, p, row, x, first);                              \
+        if (n == 1) float_dot(&SIMD, f, 1, p, row, x, first);                              \
     }
 FLOATS_AND_BIN(X)
 #undef X
@@ -1371,7 +1529,7 @@ INLINE void quantise(const Simd *v, const Acts *a, int row, int64_t from, int64_
         UNROLL for (int i = 0; i < 4; i++) {
             memcpy(&in[i], x + 32 * j + 8 * i, 32);
             V8i bits = (V8i)in[i] & 0x7FFFFFFF;
-            big = bits > m, m = (bits & big) | (m & ~big);
+            big = NEGATIVE(m - bits), m = (bits & big) | (m & ~big);
         }
         const int32_t top[4] = {MAX(m[0], m[4]), MAX(m[1], m[5]), MAX(m[2], m[6]), MAX(m[3], m[7])};
         const int32_t two[2] = {MAX(top[0], top[2]), MAX(top[1], top[3])};
@@ -1396,34 +1554,20 @@ QUANTISE(c, static)
 #ifdef HAVE_X86
 QUANTISE(avx2, AVX2_CALL)
 QUANTISE(avx512, AVX512_CALL)
+#elif defined(HAVE_NEON)
+QUANTISE(neon, NEON_CALL)
+#endif
 
-// ---- panels: packing, AVX2 on every machine
-// 8 x 8 of 32 bits: halves change places, then each half of four vectors is transposed
-AVX2 void transpose8(__m256i *v) {
-    __m256i a[8];
-    UNROLL for (int i = 0; i < 4; i++) {
-        a[i] = _mm256_permute2x128_si256(v[i], v[i + 4], 0x20);
-        a[i + 4] = _mm256_permute2x128_si256(v[i], v[i + 4], 0x31);
-    }
-    UNROLL for (int i = 0; i < 8; i += 4) {
-        __m256i b0 = _mm256_unpacklo_epi32(a[i], a[i + 2]);
-        __m256i b1 = _mm256_unpackhi_epi32(a[i], a[i + 2]);
-        __m256i b2 = _mm256_unpacklo_epi32(a[i + 1], a[i + 3]);
-        __m256i b3 = _mm256_unpackhi_epi32(a[i + 1], a[i + 3]);
-        v[i] = _mm256_unpacklo_epi32(b0, b2), v[i + 1] = _mm256_unpackhi_epi32(b0, b2);
-        v[i + 2] = _mm256_unpacklo_epi32(b1, b3), v[i + 3] = _mm256_unpackhi_epi32(b1, b3);
-    }
+#ifdef SIMD
+// ---- panels: packing
+// The last weights of a row; past its end -0, which times 0 changes no lane
+static void last_weights(const Tensor *t, int64_t row, int64_t k, float w[8]) {
+    for (int i = 0; i < 8; i++) w[i] = -0.0f;
+    t->format->expand(t, row, k, (int)MIN(8, t->cols - k), w);
 }
 
-// Stores eight vectors, one a row, as columns of eight rows, `step` words apart
-AVX2 void columns_store(__m256i *v, void *out, int step) {
-    transpose8(v);
-    UNROLL for (int i = 0; i < 8; i++)
-        _mm256_storeu_si256((__m256i *)((int32_t *)out + i * step), v[i]);
-}
-
-AVX2 void floats_pack(uint32_t id, int bytes, const Tensor *t, int64_t row, int64_t k, int len,
-                      int rows, Panel *p) {
+SIMD_INLINE void floats_pack(uint32_t id, int bytes, const Tensor *t, int64_t row, int64_t k,
+                             int len, int rows, Panel *p) {
     for (int r = 0; r < rows; r += 8) {
         const uint8_t *in[8];
         UNROLL for (int z = 0; z < 8; z++)
@@ -1432,14 +1576,14 @@ AVX2 void floats_pack(uint32_t id, int bytes, const Tensor *t, int64_t row, int6
             V8f w[8];
             if (i + 8 > len || id >= 1000)
                 for (int z = 0; z < 8; z++)
-                    last_weights(t, MIN(row + r + z, t->rows - 1), k + i, &w[z]);
-            else UNROLL for (int z = 0; z < 8; z++) load_avx2(id, in[z] + i * bytes, &w[z]);
-            columns_store((__m256i *)w, p->w + i * rows + r, rows);
+                    last_weights(t, MIN(row + r + z, t->rows - 1), k + i, (float *)&w[z]);
+            else UNROLL for (int z = 0; z < 8; z++) SIMD.load(id, in[z] + i * bytes, &w[z]);
+            columns_store(w, p->w + i * rows + r, rows);
         }
     }
 }
 
-AVX2_CALL void float_pack(const Tensor *t, int64_t row, int64_t k, int len, int rows, Panel *p) {
+SIMD_CALL void float_pack(const Tensor *t, int64_t row, int64_t k, int len, int rows, Panel *p) {
     const uint32_t id = t->format->id;
     if (id == 0) floats_pack(0, 4, t, row, k, len, rows, p);
     else if (id == 1) floats_pack(1, 2, t, row, k, len, rows, p);
@@ -1447,31 +1591,29 @@ AVX2_CALL void float_pack(const Tensor *t, int64_t row, int64_t k, int len, int 
 }
 
 // Eight rows of n blocks
-AVX2 void groups_pack(const Format *f, const Group *g, int n, int block, int r, int rows,
-                      Panel *p) {
-    const __m256i offset = _mm256_set1_epi16((int16_t)f->offset), byte = _mm256_set1_epi16(255);
+SIMD_INLINE void groups_pack(const Format *f, const Group *g, int n, int block, int r, int rows,
+                             Panel *p) {
+    const V16h offset = (V16h){0} + (int16_t)f->offset;
     float *s = p->s + block * 2 * rows + r, *m = p->m + block * 2 * rows + r;
-    __m256i v[8];
+    V8i v[8];
     for (int i = 0; i < n; i++) {
         int16_t *q = p->q + ((block + i) * 16 * rows + r) * 2;
-        UNROLL for (int z = 0; z < 8; z++)
-            v[z] = _mm256_sub_epi16(_mm256_and_si256((__m256i)g[z].u[i], byte), offset);
+        UNROLL for (int z = 0; z < 8; z++) v[z] = (V8i)(((V16h)g[z].u[i] & 255) - offset);
         columns_store(v, q, rows);
-        UNROLL for (int z = 0; z < 8; z++)
-            v[z] = _mm256_sub_epi16(_mm256_srli_epi16((__m256i)g[z].u[i], 8), offset);
+        UNROLL for (int z = 0; z < 8; z++) v[z] = (V8i)((V16h)((V16u)g[z].u[i] >> 8) - offset);
         columns_store(v, q + 8 * rows * 2, rows);
     }
     for (int i = 0; i < f->scales; i++, s += rows) {
-        UNROLL for (int z = 0; z < 8; z++) v[z] = (__m256i)g[z].s[i];
+        UNROLL for (int z = 0; z < 8; z++) v[z] = (V8i)g[z].s[i];
         columns_store(v, s, 2 * rows);
     }
     for (int i = 0; i < f->minima; i++, m += rows) {
-        UNROLL for (int z = 0; z < 8; z++) v[z] = (__m256i)g[z].m[i];
+        UNROLL for (int z = 0; z < 8; z++) v[z] = (V8i)g[z].m[i];
         columns_store(v, m, 2 * rows);
     }
 }
 
-AVX2_CALL void quantised_pack(const Tensor *t, int64_t row, int64_t k, int len, int rows,
+SIMD_CALL void quantised_pack(const Tensor *t, int64_t row, int64_t k, int len, int rows,
                               Panel *p) {
     const Format *f = t->format;
     const uint8_t *in = t->data + k / f->block * f->bytes;
@@ -1489,49 +1631,77 @@ AVX2_CALL void quantised_pack(const Tensor *t, int64_t row, int64_t k, int len, 
 }
 
 // ---- panels: tiles. A tile is the part of a panel's products that fits in registers: the rows of
-// the panel, side by side in two registers, times a few columns, whose activations are broadcast.
-// Its sums: part[tile][lane][column][row]. The same text is compiled for registers of 256 and of
-// 512 bits; the dots above wait for memory and need no more than 256.
+// the panel, side by side in a few registers, times a few columns, whose activations are broadcast.
+// Its sums: part[tile][lane][column][row]. The same text is compiled for registers of 128 (NEON),
+// 256 and 512 bits; the dots above wait for memory and need no more than 256.
+#define TILE_TYPES(bits)                                                                \
+    typedef float F##bits __attribute__((vector_size(bits / 8), aligned(4)));            \
+    typedef int16_t W##bits __attribute__((vector_size(bits / 8), aligned(4)));
+#ifdef HAVE_NEON
+TILE_TYPES(128)
+#define INLINE_128 NEON
+#define CALL_128 NEON_CALL
+typedef struct { int32x4_t half[2]; } S128; // of each row two sums, to be added
+enum { FLOAT_ROWS_128 = 16, FLOATS_128 = 5, INTEGER_ROWS_128 = 8, INTEGERS_128 = 5 };
+
+NEON F128 all_128(float x) { return vdupq_n_f32(x); }
+NEON F128 fma_128(F128 a, F128 b, F128 c) { return vfmaq_f32(c, a, b); }
+NEON S128 pairs_add_128(S128 s, W128 w, int32_t pair) {
+    const int16x4_t x = vreinterpret_s16_s32(vdup_n_s32(pair));
+    s.half[0] = vmlal_s16(s.half[0], vget_low_s16(w), x);
+    s.half[1] = vmlal_s16(s.half[1], vget_high_s16(w), x);
+    return s;
+}
+NEON F128 sums_128(S128 s) { return vcvtq_f32_s32(vpaddq_s32(s.half[0], s.half[1])); }
+#else
 #define INLINE_256 AVX2
 #define INLINE_512 AVX512
 #define CALL_256 AVX2_CALL
 #define CALL_512 AVX512_CALL
-enum { FLOATS_256 = 6, FLOATS_512 = 8, INTEGERS_256 = 4, INTEGERS_512 = 8 }; // columns
+TILE_TYPES(256)
+TILE_TYPES(512)
+typedef __m256i S256;
+typedef __m512i S512;
+enum { FLOAT_ROWS_256 = 16, FLOATS_256 = 6, INTEGER_ROWS_256 = 16, INTEGERS_256 = 4 };
+enum { FLOAT_ROWS_512 = 32, FLOATS_512 = 8, INTEGER_ROWS_512 = 32, INTEGERS_512 = 8 };
 
-INLINE_256 __m256i pairs_add_256(__m256i s, __m256i w, __m256i x) { // s += both products of a pair
-    s = _mm256_add_epi32(s, _mm256_madd_epi16(w, x));
+INLINE_256 F256 all_256(float x) { return _mm256_set1_ps(x); }
+INLINE_512 F512 all_512(float x) { return _mm512_set1_ps(x); }
+INLINE_256 F256 fma_256(F256 a, F256 b, F256 c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE_512 F512 fma_512(F512 a, F512 b, F512 c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE_256 S256 pairs_add_256(S256 s, W256 w, int32_t pair) { // s += both products of a pair
+    s = _mm256_add_epi32(s, _mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(pair)));
     KEEP(s);
     return s;
 }
-INLINE_512 __m512i pairs_add_512(__m512i s, __m512i w, __m512i x) {
-    return _mm512_dpwssd_epi32(s, w, x);
+INLINE_512 S512 pairs_add_512(S512 s, W512 w, int32_t pair) {
+    return _mm512_dpwssd_epi32(s, (__m512i)w, _mm512_set1_epi32(pair));
 }
+INLINE_256 F256 sums_256(S256 s) { return _mm256_cvtepi32_ps(s); }
+INLINE_512 F512 sums_512(S512 s) { return _mm512_cvtepi32_ps(s); }
+#endif
 
 // Floats: one lane after the other. x ends at its last column: what comes after is for nobody.
 #define FLOAT_TILE(bits)                                                                          \
     INLINE_##bits void floats_##bits(int cols, const Panel *p, const Acts *x, int column, int len,\
                                      float *part) {                                               \
-        enum { COLS = FLOATS_##bits, ROWS = bits / 16 };                                          \
+        enum { COLS = FLOATS_##bits, ROWS = FLOAT_ROWS_##bits, EACH = bits / 32 };                \
         const float *in[COLS];                                                                    \
         UNROLL for (int c = 0; c < cols; c++) in[c] = x->x + MIN(column + c, x->n - 1) * x->ldx;  \
         for (int l = 0; l < LANES; l++) {                                                         \
-            float *lane = part + (column * LANES + l * COLS) * ROWS;                              \
-            const float *w = p->w + l * ROWS;                                                     \
-            __m##bits s[COLS][2];                                                                 \
+            F##bits *lane = (F##bits *)(part + (column * LANES + l * COLS) * ROWS);               \
+            const F##bits *w = (const F##bits *)(p->w + l * ROWS);                                \
+            F##bits s[COLS][ROWS / EACH];                                                         \
             UNROLL for (int c = 0; c < cols; c++)                                                 \
-                UNROLL for (int i = 0; i < 2; i++)                                                \
-                    s[c][i] = _mm##bits##_loadu_ps(lane + c * ROWS + i * ROWS / 2);               \
-            for (int k = l; k < len; k += LANES, w += LANES * ROWS) {                             \
-                __m##bits w0 = _mm##bits##_loadu_ps(w), w1 = _mm##bits##_loadu_ps(w + ROWS / 2);  \
+                UNROLL for (int i = 0; i < ROWS / EACH; i++) s[c][i] = lane[c * ROWS / EACH + i]; \
+            for (int k = l; k < len; k += LANES, w += LANES * ROWS / EACH)                        \
                 UNROLL for (int c = 0; c < cols; c++) {                                           \
-                    const __m##bits a = _mm##bits##_set1_ps(in[c][k]);                            \
-                    s[c][0] = _mm##bits##_fmadd_ps(w0, a, s[c][0]);                               \
-                    s[c][1] = _mm##bits##_fmadd_ps(w1, a, s[c][1]);                               \
+                    const F##bits a = all_##bits(in[c][k]);                                       \
+                    UNROLL for (int i = 0; i < ROWS / EACH; i++)                                  \
+                        s[c][i] = fma_##bits(w[i], a, s[c][i]);                                   \
                 }                                                                                 \
-            }                                                                                     \
             UNROLL for (int c = 0; c < cols; c++)                                                 \
-                UNROLL for (int i = 0; i < 2; i++)                                                \
-                    _mm##bits##_storeu_ps(lane + c * ROWS + i * ROWS / 2, s[c][i]);               \
+                UNROLL for (int i = 0; i < ROWS / EACH; i++) lane[c * ROWS / EACH + i] = s[c][i]; \
         }                                                                                         \
     }                                                                                             \
     CALL_##bits void float_tile_##bits(const Format *f, const Panel *p, const Acts *x, int column,\
@@ -1541,65 +1711,61 @@ INLINE_512 __m512i pairs_add_512(__m512i s, __m512i w, __m512i x) {
         if (x->n - column > HALF) floats_##bits(FULL, p, x, column, len, part);                   \
         else floats_##bits(HALF, p, x, column, len, part);                                        \
     }
-FLOAT_TILE(256)
-FLOAT_TILE(512)
 
 // Integers: a pair of activations is broadcast and multiplied with the pairs of all rows. step_: a
 // block is done, lane += dx * scale * sum.
 #define QUANTISED_TILE(bits)                                                                      \
-    INLINE_##bits void step_##bits(int cols, __m##bits##i s[INTEGERS_##bits][2],                  \
-                                   const float *scale, const float *const *dx, int block,         \
-                                   float *lane) {                                                 \
+    INLINE_##bits void step_##bits(int cols, int each, const F##bits *v, const float *scale,      \
+                                   const float *const *dx, int block, float *lane) {              \
         UNROLL for (int c = 0; c < cols; c++) {                                                   \
-            const __m##bits d = _mm##bits##_set1_ps(dx[c][block]);                                \
-            UNROLL for (int i = 0; i < 2; i++, lane += bits / 32) {                               \
-                __m##bits w = _mm##bits##_mul_ps(d, _mm##bits##_loadu_ps(scale + i * bits / 32)); \
-                __m##bits v = _mm##bits##_cvtepi32_ps(s[c][i]);                                   \
-                v = _mm##bits##_fmadd_ps(w, v, _mm##bits##_loadu_ps(lane));                       \
-                _mm##bits##_storeu_ps(lane, v);                                                   \
-                s[c][i] = _mm##bits##_setzero_si##bits();                                         \
-            }                                                                                     \
+            const F##bits d = all_##bits(dx[c][block]), *s = (const F##bits *)scale;              \
+            F##bits *l = (F##bits *)lane + c * each;                                              \
+            UNROLL for (int i = 0; i < each; i++)                                                 \
+                l[i] = fma_##bits(d * s[i], v[c * each + i], l[i]);                               \
         }                                                                                         \
     }                                                                                             \
     INLINE_##bits void blocks_##bits(int cols, int scales, int minima, const Panel *p,            \
                                      const Acts *x, int column, int len, float *part) {           \
-        enum { COLS = INTEGERS_##bits, ROWS = bits / 16 };                                        \
-        const int each = 8 / scales;                                                              \
+        enum { COLS = INTEGERS_##bits, ROWS = INTEGER_ROWS_##bits, EACH = ROWS * 32 / bits };     \
+        const int pairs = 8 / scales;                                                             \
         const int16_t *q[COLS], *w = p->q;                                                        \
         const float *dx[COLS];                                                                    \
         const int32_t *sum[COLS];                                                                 \
-        __m##bits##i s[COLS][2];                                                                  \
+        F##bits v[COLS * EACH];                                                                   \
         UNROLL for (int c = 0; c < cols; c++) {                                                   \
             const int64_t at = MIN(column + c, x->n - 1); /* past the last: for nobody */         \
             q[c] = x->q + at * x->ldq;                                                            \
             dx[c] = x->dx + at * x->ldb;                                                          \
             sum[c] = x->sum + 3 * at * x->ldb;                                                    \
-            s[c][0] = s[c][1] = _mm##bits##_setzero_si##bits();                                   \
         }                                                                                         \
         for (int b = 0; b < len / 32; b++, w += 16 * ROWS * 2) {                                  \
             float *lane = part + (column * LANES + b % LANES * COLS) * ROWS;                      \
             UNROLL for (int h = 0; h < scales; h++) { /* pairs of a half: 0-3, 8-11; 4-7, 12-15 */\
+                S##bits s[COLS][EACH];                                                            \
+                UNROLL for (int c = 0; c < cols; c++)                                             \
+                    UNROLL for (int i = 0; i < EACH; i++) s[c][i] = (S##bits){0};                 \
                 UNROLL for (int z = 0; z < 2; z++)                                                \
-                    UNROLL for (int i = 0; i < each; i++) {                                       \
+                    UNROLL for (int i = 0; i < pairs; i++) {                                      \
                         const int pair = 8 * z + 4 * h + i;                                       \
-                        const int16_t *at = w + pair * ROWS * 2;                                  \
-                        __m##bits##i w0 = _mm##bits##_loadu_si##bits((const void *)at);           \
-                        __m##bits##i w1 = _mm##bits##_loadu_si##bits((const void *)(at + ROWS));  \
+                        const W##bits *at = (const W##bits *)(w + pair * ROWS * 2);               \
                         UNROLL for (int c = 0; c < cols; c++) {                                   \
                             int32_t two;                                                          \
                             memcpy(&two, q[c] + 2 * pair, 4);                                     \
-                            __m##bits##i a = _mm##bits##_set1_epi32(two);                         \
-                            s[c][0] = pairs_add_##bits(s[c][0], w0, a);                           \
-                            s[c][1] = pairs_add_##bits(s[c][1], w1, a);                           \
+                            UNROLL for (int y = 0; y < EACH; y++)                                 \
+                                s[c][y] = pairs_add_##bits(s[c][y], at[y], two);                  \
                         }                                                                         \
                     }                                                                             \
-                step_##bits(cols, s, p->s + (2 * b + h) * ROWS, dx, b, lane);                     \
+                UNROLL for (int c = 0; c < cols; c++)                                             \
+                    UNROLL for (int i = 0; i < EACH; i++) v[c * EACH + i] = sums_##bits(s[c][i]); \
+                step_##bits(cols, EACH, v, p->s + (2 * b + h) * ROWS, dx, b, lane);               \
             }                                                                                     \
             UNROLL for (int h = 0; h < minima; h++) {                                             \
                 UNROLL for (int c = 0; c < cols; c++)                                             \
-                    s[c][0] = s[c][1] = _mm##bits##_set1_epi32(                                   \
-                        minima == 2 ? sum[c][b + h * x->ldb] : sum[c][b] + sum[c][b + x->ldb]);   \
-                step_##bits(cols, s, p->m + (2 * b + h) * ROWS, dx, b, lane);                     \
+                    UNROLL for (int i = 0; i < EACH; i++)                                         \
+                        v[c * EACH + i] = all_##bits(                                             \
+                            (float)(minima == 2 ? sum[c][b + h * x->ldb]                          \
+                                                : sum[c][b] + sum[c][b + x->ldb]));               \
+                step_##bits(cols, EACH, v, p->m + (2 * b + h) * ROWS, dx, b, lane);               \
             }                                                                                     \
             UNROLL for (int c = 0; c < cols; c++) q[c] += 32;                                     \
         }                                                                                         \
@@ -1617,11 +1783,18 @@ FLOAT_TILE(512)
             kinds_##bits(INTEGERS_##bits, f, p, x, column, len, part);         \
         else kinds_##bits(4, f, p, x, column, len, part);                                         \
     }
+#ifdef HAVE_NEON
+FLOAT_TILE(128)
+QUANTISED_TILE(128)
+#else
+FLOAT_TILE(256)
 QUANTISED_TILE(256)
+FLOAT_TILE(512)
 QUANTISED_TILE(512)
+#endif
 
 // y = the folded lanes of n columns and so many rows of a panel; y += them, if more
-AVX2_CALL void fold_panel(const float *part, int columns, int panel_rows, int n, int rows,
+SIMD_CALL void fold_panel(const float *part, int columns, int panel_rows, int n, int rows,
                           bool more, float *y, int64_t ldy) {
     const int s = columns * panel_rows; // from lane to lane
     for (int c = 0; c < n; c++, y += ldy) {
@@ -1629,11 +1802,12 @@ AVX2_CALL void fold_panel(const float *part, int columns, int panel_rows, int n,
         for (int r = 0; r < rows; r += 8) {
             V8f l[LANES], old;
             float room[8] = {0}, *to = rows - r < 8 ? room : y + r; // at the matrix's end
-            UNROLL for (int i = 0; i < LANES; i++) l[i] = _mm256_loadu_ps(at + i * s + r);
+            UNROLL for (int i = 0; i < LANES; i++) memcpy(&l[i], at + i * s + r, 32);
             l[0] = ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
             if (more && to == room) memcpy(room, y + r, sizeof *y * (size_t)(rows - r));
-            old = _mm256_loadu_ps(to);
-            _mm256_storeu_ps(to, more ? old + l[0] : l[0]);
+            memcpy(&old, to, 32);
+            if (more) l[0] = old + l[0];
+            memcpy(to, &l[0], 32);
             if (to == room) memcpy(y + r, room, sizeof *y * (size_t)(rows - r));
         }
     }
@@ -1642,21 +1816,24 @@ AVX2_CALL void fold_panel(const float *part, int columns, int panel_rows, int n,
 #define VECTOR(name) name
 #else
 #define VECTOR(name) NULL
+#define DOTS(name) NULL
 #endif
 
 // ---- the tables
+#define PANELS(bits, above_floats, above_integers)                                                \
+    {{above_floats, FLOAT_ROWS_##bits, FLOATS_##bits, float_pack, float_tile_##bits, fold_panel}, \
+     {above_integers, INTEGER_ROWS_##bits, INTEGERS_##bits, quantised_pack,                       \
+      quantised_tile_##bits, fold_panel}}
 static const struct {
     void (*quantise)(const Acts *a, int row, int64_t from, int64_t to);
     PanelKernels panel[2]; // of floats, of integers
 } kernels[ISA_COUNT] = {
     {quantise_c, {{.above = INT_MAX}, {.above = INT_MAX}}},
 #ifdef HAVE_X86
-    {quantise_avx2,
-     {{16, 16, FLOATS_256, float_pack, float_tile_256, fold_panel},
-      {6, 16, INTEGERS_256, quantised_pack, quantised_tile_256, fold_panel}}},
-    {quantise_avx512,
-     {{12, 32, FLOATS_512, float_pack, float_tile_512, fold_panel},
-      {4, 32, INTEGERS_512, quantised_pack, quantised_tile_512, fold_panel}}},
+    {quantise_avx2, PANELS(256, 16, 6)},
+    {quantise_avx512, PANELS(512, 12, 4)},
+#elif defined(HAVE_NEON)
+    {quantise_neon, PANELS(128, 12, 6)},
 #endif
 };
 
@@ -1668,8 +1845,8 @@ static const Format formats[F_COUNT] = {
 #undef X
 #define X(name, id, block, bytes, offset, scales, minima, bits, d_at, table, load)      \
     {#name, id, block, bytes, true, offset, scales, minima, bits, d_at, table,          \
-     name##_load_32, VECTOR(name##_load_64), VECTOR(name##_open), quantised_expand,     \
-     {quantised_dot_c, VECTOR(name##_dot_avx2), VECTOR(name##_dot_avx512)}},
+     name##_load_32, WIDE(name##_load_64), VECTOR(name##_open), quantised_expand,       \
+     {quantised_dot_c, DOTS(name)}},
     QUANTISED(X)
 #undef X
 };
@@ -1693,6 +1870,8 @@ static int isa_best(void) {
                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                        __builtin_cpu_supports("avx512vnni")
                    ? ISA_AVX512 : ISA_AVX2;
+#elif defined(HAVE_NEON)
+    return ISA_NEON;
 #endif
     return ISA_C;
 }
@@ -1732,8 +1911,8 @@ static const V8f exp_low = ALL(-87.0f), exp_high = ALL(88.0f), exp_round = ALL(1
 
 INLINE void exp8(const Simd *v, V8f *x) {
     const V8f given = *x;
-    V8f in = CHOOSE(exp_low > given, exp_low, given), t = exp_round, r, p = exp_series[0];
-    in = CHOOSE(exp_high < in, exp_high, in), r = in;
+    V8f in = CHOOSE(NEGATIVE(given - exp_low), exp_low, given), t = exp_round, r, p = exp_series[0];
+    in = CHOOSE(NEGATIVE(exp_high - in), exp_high, in), r = in;
     v->fma_or(&in, &log2_e, &t);
     V8f n = t - exp_round;
     for (int i = 0; i < 2; i++) v->fma_or(&n, &ln2[i], &r);
@@ -1742,7 +1921,7 @@ INLINE void exp8(const Simd *v, V8f *x) {
         v->fma_or(&p, &r, &next), p = next;
     }
     p = (V8f)((V8u)p + ((V8u)t << 23));
-    *x = CHOOSE(given != given, given, p);
+    *x = CHOOSE(NEGATIVE(0x7F800000 - ((V8i)given & 0x7FFFFFFF)), given, p);
 }
 
 INLINE float exp_one(const Simd *v, float x) {
@@ -1796,9 +1975,9 @@ INLINE void scores(const Simd *v, int nq, bool half, const float *const *q, floa
             }
         }
         UNROLL for (int j = 0; j < nq; j++) {
-            s[j][0] *= scale, s[j][1] *= scale;
-            memcpy(out[j] + 8 * b, &s[j][0], 32);
-            if (b + 1 < to) memcpy(out[j] + 8 * b + 8, &s[j][1], 32);
+            v->store(&s[j][0], out[j] + 8 * b);
+            if (b + 1 < to) v->store(&s[j][1], out[j] + 8 * b + 8);
+            for (int64_t i = 8 * b; i < 8 * MIN(b + 2, to); i++) out[j][i] *= scale;
         }
     }
 }
@@ -1810,7 +1989,8 @@ INLINE void mix_tile(const Simd *v, int nq, bool half, int vectors, const float 
                      int64_t to) {
     V8f s[QUERY_TILE][4], x[4];
     UNROLL for (int j = 0; j < nq; j++)
-        UNROLL for (int z = 0; z < vectors; z++) memcpy(&s[j][z], out[j] + k + 8 * z, 32);
+        UNROLL for (int z = 0; z < vectors; z++)
+            v->load(0, (const uint8_t *)(out[j] + k + 8 * z), &s[j][z]);
     int64_t i = from;
     do { // not for: gcc 12 then keeps the sums in registers
         UNROLL for (int z = 0; z < vectors; z++)
@@ -1822,7 +2002,7 @@ INLINE void mix_tile(const Simd *v, int nq, bool half, int vectors, const float 
         }
     } while (++i < to);
     UNROLL for (int j = 0; j < nq; j++)
-        UNROLL for (int z = 0; z < vectors; z++) memcpy(out[j] + k + 8 * z, &s[j][z], 32);
+        UNROLL for (int z = 0; z < vectors; z++) v->store(&s[j][z], out[j] + k + 8 * z);
 }
 
 INLINE void mix(const Simd *v, int nq, bool half, const float *const *e, float *const *out,
@@ -1888,6 +2068,8 @@ typedef struct { // those of one instruction set
 VEC_OPS(c, static, ONE_BY_ONE)
 #ifdef HAVE_X86
 VEC_OPS(avx2, AVX2_CALL, TOGETHER)
+#elif defined(HAVE_NEON)
+VEC_OPS(neon, SIMD_CALL, TOGETHER)
 #endif
 
 static const VecOps vec_ops[ISA_COUNT] = {
@@ -1895,6 +2077,8 @@ static const VecOps vec_ops[ISA_COUNT] = {
 #ifdef HAVE_X86
     {sum_squares_avx2, exps_avx2, row_max_avx2, scores_avx2, mix_avx2},
     {sum_squares_avx2, exps_avx2, row_max_avx2, scores_avx2, mix_avx2},
+#elif defined(HAVE_NEON)
+    {sum_squares_neon, exps_neon, row_max_neon, scores_neon, mix_neon},
 #endif
 };
 /* ------------------------------------------------------------------------------------------------
