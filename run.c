@@ -534,7 +534,7 @@ typedef struct {            // eight blocks of 32 weights, opened: one is (u - o
 
 // Many columns: the rows of a tile are opened, FLOAT_BLOCK of K at a time, into panels that stay in
 // the cache while all columns pass, some at a time; part[] keeps eight lanes of every product.
-enum { PANEL_ROWS = 32, PANEL_K = 256, PANEL_BLOCKS = 16 }; // at most
+enum { PANEL_ROWS = 48, PANEL_K = 256, PANEL_BLOCKS = 16 }; // at most
 enum { PANEL_COLUMNS = 512, PANEL_NEAR = 32 };
 typedef union {
     float w[PANEL_K * PANEL_ROWS]; // [k][row]
@@ -1663,7 +1663,7 @@ TILE_TYPES(512)
 typedef __m256i S256;
 typedef __m512i S512;
 enum { FLOAT_ROWS_256 = 16, FLOATS_256 = 6, INTEGER_ROWS_256 = 16, INTEGERS_256 = 4 };
-enum { FLOAT_ROWS_512 = 32, FLOATS_512 = 8, INTEGER_ROWS_512 = 32, INTEGERS_512 = 8 };
+enum { FLOAT_ROWS_512 = 48, FLOATS_512 = 8, INTEGER_ROWS_512 = 48, INTEGERS_512 = 8 };
 
 INLINE_256 F256 all_256(float x) { return _mm256_set1_ps(x); }
 INLINE_512 F512 all_512(float x) { return _mm512_set1_ps(x); }
