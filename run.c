@@ -623,6 +623,10 @@ static float f16_at(const uint8_t *p) { return f16_to_f32(u16_at(p)); }
 #else
 #define FMA_IS_FAST 0
 #endif
+static void narrow_c(const float *x, int64_t n, uint16_t *to) { // to f16
+    for (int64_t i = 0; i < n; i++) to[i] = f32_to_f16(x[i]);
+}
+
 // ---- loaders. A loader turns eight blocks of 32 weights into bytes, 32 at a time. It is written
 // once, in GNU C's vectors: compilers make AVX2, SSE2 or NEON code of them, or plain arithmetic on
 // 64-bit words. A row's end is made eight blocks by group_pad.
@@ -821,7 +825,8 @@ static const V64 high_64 = {0, 0, 4, 4, 0, 0, 4, 4};
     CALL void digits_##W(const uint8_t *p, Group *g) {                                            \
         uint8_t out[256];                                                                         \
         digits_open(p, out);                                                                      \
-        for (int i = 0; i < count; i++) both_##W(out + 32 * i, out + 32 * (i + 4) % 256, &g->u[i]); \
+        for (int i = 0; i < count; i++)                                                           \
+            both_##W(out + 32 * i, out + 32 * (i + 4) % 256, &g->u[i]);                           \
     }
 LOADERS(32, INLINE, 8, u)
 #ifdef HAVE_X86
@@ -1089,8 +1094,8 @@ AVX512 void halves_avx512(const uint8_t *p, int step, V8f *v) {
         halves_avx2(p, step, v);
         return;
     }
-    uint16_t at[32] = {0}; // of a half in the first 64 bytes, or in those from block 4 on
-    UNROLL for (int i = 0; i < 8; i++) at[i] = (uint16_t)(i < 4 ? i * step / 2 : 32 + (i - 4) * step / 2);
+    uint16_t at[32] = {0}; // place of a half in the first 64 bytes, or in those from block 4 on
+    UNROLL for (int i = 0; i < 8; i++) at[i] = (uint16_t)(i / 4 * 32 + i % 4 * step / 2);
     __m512i h = _mm512_permutex2var_epi16(_mm512_loadu_si512(p), _mm512_loadu_si512(at),
                                           _mm512_loadu_si512(p + 4 * step));
     *v = _mm256_cvtph_ps(_mm512_castsi512_si128(h));
@@ -1132,13 +1137,13 @@ AVX512 void sums_avx512(const Format *f, const Group *g, const int16_t *q, const
 }
 
 AVX512 void pack_avx512(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]) {
-    const __m256i low = _mm256_set1_epi16(255);
     pack_avx2(v, q, bytes, sum);
-    const __m256i even = load32(q), odd = load32(q + 16);
-    const __m256i upper = _mm256_or_si256(_mm256_srli_epi16(even, 8), _mm256_andnot_si256(low, odd));
-    const __m256i lower = _mm256_or_si256(_mm256_and_si256(even, low), _mm256_slli_epi16(odd, 8));
-    _mm256_storeu_si256((void *)bytes, upper), _mm256_storeu_si256((void *)(bytes + 64), lower);
-    __m256i s = _mm256_sad_epu8(lower, _mm256_setzero_si256()); // the sum is 256 * upper + this
+    V16u even, odd, upper, lower;
+    memcpy(&even, q, 32), memcpy(&odd, q + 16, 32);
+    upper = even >> 8 | (odd & 0xFF00), lower = (even & 255) | odd << 8;
+    memcpy(bytes, &upper, 32), memcpy(bytes + 64, &lower, 32);
+    // the whole sum is 256 times that of the upper bytes, and this
+    __m256i s = _mm256_sad_epu8((__m256i)lower, _mm256_setzero_si256());
     const __m128i t = _mm_add_epi64(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
     sum[2] = sum[0] + sum[1] - _mm_cvtsi128_si32(t) - _mm_extract_epi32(t, 2);
 }
@@ -2023,7 +2028,22 @@ INLINE void mix(const Simd *v, int nq, bool half, const float *const *e, float *
             }
 }
 
+#ifdef HAVE_X86
+AVX2_CALL void narrow_avx2(const float *x, int64_t n, uint16_t *to) {
+    for (; n >= 8; n -= 8, x += 8, to += 8)
+        _mm_storeu_si128((void *)to, _mm256_cvtps_ph(_mm256_loadu_ps(x), _MM_FROUND_TO_NEAREST_INT));
+    narrow_c(x, n, to);
+}
+#elif defined(HAVE_NEON)
+NEON_CALL void narrow_neon(const float *x, int64_t n, uint16_t *to) {
+    for (; n >= 4; n -= 4, x += 4, to += 4)
+        vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(x))));
+    narrow_c(x, n, to);
+}
+#endif
+
 typedef struct { // those of one instruction set
+    void (*narrow)(const float *x, int64_t n, uint16_t *to); // f32 to f16
     float (*sum_squares)(const float *x, int64_t n);
     float (*exps)(float *x, int64_t from, int64_t to, float max);
     float (*row_max)(const float *x, int64_t from, int64_t to);
@@ -2073,12 +2093,12 @@ VEC_OPS(neon, SIMD_CALL, TOGETHER)
 #endif
 
 static const VecOps vec_ops[ISA_COUNT] = {
-    {sum_squares_c, exps_c, row_max_c, scores_c, mix_c},
+    {narrow_c, sum_squares_c, exps_c, row_max_c, scores_c, mix_c},
 #ifdef HAVE_X86
-    {sum_squares_avx2, exps_avx2, row_max_avx2, scores_avx2, mix_avx2},
-    {sum_squares_avx2, exps_avx2, row_max_avx2, scores_avx2, mix_avx2},
+    {narrow_avx2, sum_squares_avx2, exps_avx2, row_max_avx2, scores_avx2, mix_avx2},
+    {narrow_avx2, sum_squares_avx2, exps_avx2, row_max_avx2, scores_avx2, mix_avx2},
 #elif defined(HAVE_NEON)
-    {sum_squares_neon, exps_neon, row_max_neon, scores_neon, mix_neon},
+    {narrow_neon, sum_squares_neon, exps_neon, row_max_neon, scores_neon, mix_neon},
 #endif
 };
 /* ------------------------------------------------------------------------------------------------
@@ -2212,11 +2232,13 @@ static void product_panels(const Worker *w, const Acts *x, const Product *p, lon
             const int64_t to = MIN(t->cols, from + FLOAT_BLOCK);
             const bool end = !quantised || to == t->cols;
             for (int64_t at = from; at < to; at += step)
-                k->pack(t, row, at, (int)MIN(step, to - at), k->rows, &s->panel[(at - from) / step]);
+                k->pack(t, row, at, (int)MIN(step, to - at), k->rows,
+                        &s->panel[(at - from) / step]);
             for (int c = 0; c < n; c += PANEL_NEAR / k->columns * k->columns) {
                 const int near = MIN(PANEL_NEAR / k->columns * k->columns, n - c);
                 float *part = s->part + c * tile;
-                if (!quantised || !from) memset(part, 0, sizeof *part * (size_t)((near + 7) * tile));
+                if (!quantised || !from)
+                    memset(part, 0, sizeof *part * (size_t)((near + 7) * tile));
                 for (int64_t at = from; at < to; at += step) {
                     const Acts x_part = acts_part(x, first + c, near, at);
                     for (int i = 0; i < near; i += k->columns)
@@ -3311,19 +3333,24 @@ static uint8_t *kv_values(const Session *s, const Layer *l, int head) {
     return kv_keys(s, l, l->n_kv_heads + head);
 }
 
-static void kv_put(const Session *s, uint8_t *at, int64_t i, float value) {
-    uint16_t h = f32_to_f16(value);
-    if (s->half) memcpy(at + 2 * i, &h, 2);
-    else memcpy(at + 4 * i, &value, 4);
-}
-
 static void kv_store(const Session *s, const Layer *l, int head, int pos, const float *k,
                      const float *v) {
-    int64_t d = l->head_size;
+    enum { PART = 64 };
+    const int64_t d = l->head_size;
     uint8_t *keys = kv_keys(s, l, head), *values = kv_values(s, l, head);
-    for (int64_t i = 0; i < d; i++) {
-        kv_put(s, keys, (pos / 8 * d + i) * 8 + pos % 8, k[i]);
-        kv_put(s, values, pos * d + i, v[i]);
+    for (int64_t from = 0; from < d; from += PART) {
+        const int64_t n = MIN(PART, d - from), key = (pos / 8 * d + from) * 8 + pos % 8;
+        const int64_t value = pos * d + from;
+        uint16_t half[2][PART];
+        if (s->half) {
+            vec_ops[s->team.isa].narrow(k + from, n, half[0]);
+            vec_ops[s->team.isa].narrow(v + from, n, half[1]);
+            for (int64_t i = 0; i < n; i++) memcpy(keys + 2 * (key + 8 * i), &half[0][i], 2);
+            memcpy(values + 2 * value, half[1], 2 * (size_t)n);
+        } else {
+            for (int64_t i = 0; i < n; i++) memcpy(keys + 4 * (key + 8 * i), k + from + i, 4);
+            memcpy(values + 4 * value, v + from, 4 * (size_t)n);
+        }
     }
 }
 

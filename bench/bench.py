@@ -55,7 +55,8 @@ def roof(threads):
 
 # Each of these yields (phase, tokens, depth, tokens/s, GB/s or None).
 def run_c(args, model):
-    text = output([args.run, model, "-m", "bench", "--threads", args.threads, "-q"]) or ""
+    room = ["-c", args.context] if args.context else []
+    text = output([args.run, model, "-m", "bench", "--threads", args.threads, "-q", *room]) or ""
     for row in csv.DictReader(text.splitlines()):
         yield row["phase"], int(row["tokens"]), int(row["depth"]), float(row["tokens_per_s"]), float(row["gb_per_s"])
 
@@ -209,6 +210,7 @@ def main():
     p.add_argument("--llama2c", type=pathlib.Path, help="folder of llama2.c with `run` and `runq` built by `make runomp`")
     p.add_argument("--tokenizer", type=pathlib.Path, default=ROOT / "tokenizer.bin", help="for llama2.c")
     p.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    p.add_argument("--context", type=int, help="positions of the cache: 512 leaves out the deeper decodes")
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--out", type=pathlib.Path, help="CSV file to append to")
     p.add_argument("--plot", type=pathlib.Path, metavar="CSV", help="draw what a CSV file holds, beside it as SVG")
