@@ -37,7 +37,7 @@
 #error "run.c promises the same bits everywhere: build it without -ffast-math and -Ofast"
 #endif
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("fp-contract=off", "no-schedule-insns") // the latter spills registers
+#pragma GCC optimize("fp-contract=off", "no-schedule-insns") // that spills on AArch64
 #else
 #pragma STDC FP_CONTRACT OFF
 #endif
@@ -524,6 +524,7 @@ typedef int32_t V8i __attribute__((vector_size(32)));
 typedef int16_t V16h __attribute__((vector_size(32)));
 typedef uint16_t V16u __attribute__((vector_size(32)));
 typedef float V8f __attribute__((vector_size(32)));
+typedef float V16f __attribute__((vector_size(64)));
 typedef struct {            // eight blocks of 32 weights, opened: one is (u - offset) * s + m
     V32 u[8];               // a byte a weight; or, where registers are wide,
     V64 w[4];               // of blocks i and i + 4
@@ -535,7 +536,7 @@ typedef struct {            // eight blocks of 32 weights, opened: one is (u - o
 // Many columns: the rows of a tile are opened, FLOAT_BLOCK of K at a time, into panels that stay in
 // the cache while all columns pass, some at a time; part[] keeps eight lanes of every product.
 enum { PANEL_ROWS = 48, PANEL_K = 256, PANEL_BLOCKS = 16 }; // at most
-enum { PANEL_COLUMNS = 512, PANEL_NEAR = 32 };
+enum { PANEL_COLUMNS = 512, PANEL_NEAR = 32 }; // columns of a pass, and of those at a time
 typedef union {
     float w[PANEL_K * PANEL_ROWS]; // [k][row]
     struct {
@@ -613,6 +614,10 @@ static uint16_t f32_to_f16(float f) { // to nearest, ties to even
     return (uint16_t)(sign | (q + (rest > half || (rest == half && (q & 1)))));
 }
 
+static void narrow_c(const float *x, int64_t n, uint16_t *to) { // to f16
+    for (int64_t i = 0; i < n; i++) to[i] = f32_to_f16(x[i]);
+}
+
 static float bf16_to_f32(uint16_t h) { return f32_of_bits((uint32_t)h << 16); }
 
 static float f16_at(const uint8_t *p) { return f16_to_f32(u16_at(p)); }
@@ -623,9 +628,6 @@ static float f16_at(const uint8_t *p) { return f16_to_f32(u16_at(p)); }
 #else
 #define FMA_IS_FAST 0
 #endif
-static void narrow_c(const float *x, int64_t n, uint16_t *to) { // to f16
-    for (int64_t i = 0; i < n; i++) to[i] = f32_to_f16(x[i]);
-}
 
 // ---- loaders. A loader turns eight blocks of 32 weights into bytes, 32 at a time. It is written
 // once, in GNU C's vectors: compilers make AVX2, SSE2 or NEON code of them, or plain arithmetic on
@@ -834,8 +836,8 @@ LOADERS(64, AVX512, 4, w)
 #endif
 
 /* To add a weight format: a line here, and where no loader above fits, one more: name, GGUF type,
- * weights and bytes a block, offset of the integers, scales and minima for 32, place of d, table,
- * loader. */
+ * weights and bytes a block, offset of the integers, scales and minima for 32, places of the fifth
+ * bits and of d, table, loader. Kernels count on what test_formats says of these. */
 #define QUANTISED(X)                                                                             \
     X(q8_0, 8, 32, 34, 128, 1, 0, 0, 0, NULL, WIDTH(bytes)(p + 2, 34, g))                        \
     X(bin8, 1001, 32, 32, 128, 1, 0, 0, -1, NULL,                                                \
@@ -907,7 +909,10 @@ typedef struct {
     // of eight blocks times q or bytes: sums of their first, second 16
     void (*sums)(const Format *f, const Group *g, const int16_t *q, const uint8_t *bytes, V8i s[2]);
     void (*pack)(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]); // 32 integers
-    bool wide;             // weights lie in w
+    bool wide;             // registers of 64 bytes: weights lie in Group's w, pairs in Pair's, and
+    void (*pair)(bool half, const uint8_t *p, const uint8_t *q, V16f *v); // eight of each
+    void (*store_wide)(const V16f *v, float *p, float *q);
+    void (*fma_wide)(const float *a, const V16f *b, V16f *c); // a to all
 } Simd;
 
 static void fma_c(const V8f *a, const V8f *b, V8f *c) {
@@ -970,7 +975,8 @@ static void pack_c(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]) {
 }
 
 static const Simd simd_c = {fma_c,    fma_or_c, spread_c, store_c,   fold_c,       floats_c,
-                            load_c,   halves_c, look_up_c, fifth_bits_c, sums_c, pack_c, false};
+                            load_c,   halves_c, look_up_c, fifth_bits_c, sums_c, pack_c,
+                            .wide = false};
 
 #ifdef HAVE_X86
 AVX2 __m256i load32(const void *p) { return _mm256_loadu_si256(p); }
@@ -1084,13 +1090,13 @@ AVX2 void columns_store(const void *v, void *out, int step) {
 
 static const Simd simd_avx2 = {fma_avx2,    fma_avx2,  spread_avx2, store_avx2, fold_avx2,
                                floats_avx2, load_avx2, halves_avx2, look_up_avx2,
-                               fifth_bits_avx2, sums_avx2, pack_avx2, false};
+                               fifth_bits_avx2, sums_avx2, pack_avx2, .wide = false};
 
 // AVX-512 with VNNI: two blocks a register. Sums of bytes, one side signed, the other not: upper
 // bytes of the activations times weights, then 256 times that and lower bytes times weights, whose
 // sign matters only where the offset is 128: then the lower bytes meet weights - 128.
 AVX512 void halves_avx512(const uint8_t *p, int step, V8f *v) {
-    if (step == 0 || step > 20) {
+    if (step < 18 || step > 20 || step % 2) { // else all lie in 128 bytes, and these in the blocks
         halves_avx2(p, step, v);
         return;
     }
@@ -1148,9 +1154,29 @@ AVX512 void pack_avx512(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[
     sum[2] = sum[0] + sum[1] - _mm_cvtsi128_si32(t) - _mm_extract_epi32(t, 2);
 }
 
+AVX512 void pair_wide(bool half, const uint8_t *p, const uint8_t *q, V16f *v) {
+    if (!half) {
+        const __m256 a = _mm256_loadu_ps((const float *)p), b = _mm256_loadu_ps((const float *)q);
+        *v = _mm512_insertf32x8(_mm512_castps256_ps512(a), b, 1);
+        return;
+    }
+    const __m128i a = _mm_loadu_si128((const void *)p), b = _mm_loadu_si128((const void *)q);
+    *v = _mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1));
+}
+
+AVX512 void store_wide(const V16f *v, float *p, float *q) {
+    _mm256_storeu_ps(p, _mm512_castps512_ps256(*v));
+    _mm256_storeu_ps(q, _mm512_extractf32x8_ps(*v, 1));
+}
+
+AVX512 void fma_wide(const float *a, const V16f *b, V16f *c) {
+    *c = _mm512_fmadd_ps(_mm512_set1_ps(*a), *b, *c);
+}
+
 static const Simd simd_avx512 = {fma_avx2,      fma_avx2,  spread_avx2, store_avx2, fold_avx2,
                                  floats_avx2,   load_avx2,      halves_avx512,  look_up_avx512,
-                                 fifth_bits_avx512, sums_avx512, pack_avx512, true};
+                                 fifth_bits_avx512, sums_avx512, pack_avx512, true,
+                                 pair_wide, store_wide, fma_wide};
 #endif
 
 #ifdef HAVE_NEON
@@ -1258,7 +1284,7 @@ NEON void columns_store(const void *v, void *out, int step) { // as above
 
 static const Simd simd_neon = {fma_neon,    fma_neon,  spread_neon, store_neon, fold_neon,
                                floats_neon, load_neon, halves_neon, look_up_neon,
-                               fifth_bits_neon, sums_neon, pack_neon, false};
+                               fifth_bits_neon, sums_neon, pack_neon, .wide = false};
 #endif
 
 // ---- quantised weights: groups and dots
@@ -1308,7 +1334,8 @@ INLINE void group_open(const Simd *v, const Format *f, const Tensor *t, const ui
 }
 
 // Eight blocks at p of which a row has n: the others meet activations that are 0 and scales that
-// group_open makes 0, and a step of +0 changes no lane (none is -0: lanes start at +0). Where they
+// group_open makes 0, and a step of +0 changes no lane: none is -0, since they start at +0 and
+// a product with an integer is never so small that it rounds to 0. Where they
 // would lie behind the matrix, zeros take their place.
 enum { PAD = 8 * 34 }; // bytes of the largest eight blocks that may be cut
 static const uint8_t *group_pad(const Tensor *t, const uint8_t *p, int n, uint8_t room[PAD]) {
@@ -1338,12 +1365,6 @@ static void quantised_expand(const Tensor *t, int64_t row, int64_t k, int n, flo
     }
 }
 
-INLINE void lanes_step(const Simd *v, const V8f *dx, const V8f *scale, const V8i *sum, V8f *lanes) {
-    V8f product = *dx * *scale, s;
-    v->floats(sum, &s);
-    v->fma(&product, &s, lanes);
-}
-
 typedef struct { // a row of activations
     const int16_t *q;
     const uint8_t *bytes;
@@ -1357,25 +1378,39 @@ INLINE Column column_at(const Acts *x, int64_t i) {
                     x->sum + 3 * i * x->ldb, x->ldb};
 }
 
-// The eight blocks of a group times those of a column from j on: lane i takes its steps for block i
-INLINE void group_step(const Simd *v, const Format *f, int scales, int minima, const Group *g,
-                       const Column *x, int64_t j, V8f *lanes) {
-    V8i s[2], halves[2], both;
-    V8f dx;
-    memcpy(&dx, x->dx + j, 32);
+typedef struct { // what eight of its blocks bring to every row of weights
+    V8f dx, sum[2]; // of formats with minima, their sums (or those of halves);
+    V8i less[2];    // of others, offset times these
+} Blocks;
+
+INLINE void blocks_at(const Simd *v, const Format *f, int scales, int minima, const Column *x,
+                      int64_t j, Blocks *b) {
+    V8i halves[2], both;
+    memcpy(&b->dx, x->dx + j, 32);
     memcpy(&halves[0], x->sum + j, 32), memcpy(&halves[1], x->sum + x->ldb + j, 32);
     both = halves[0] + halves[1];
     if (v->wide && f->offset == 128) memcpy(&both, x->sum + 2 * x->ldb + j, 32);
+    UNROLL for (int h = 0; h < minima; h++) v->floats(minima == 1 ? &both : &halves[h], &b->sum[h]);
+    UNROLL for (int h = 0; h < scales; h++)
+        b->less[h] = (scales == 1 ? both : halves[h]) * f->offset;
+}
+
+// The eight blocks of a group times those of a column from j on: lane i takes its steps for block i
+INLINE void group_step(const Simd *v, const Format *f, int scales, int minima, const Group *g,
+                       const Column *x, int64_t j, const Blocks *b, V8f *lanes) {
+    V8i s[2];
     v->sums(f, g, x->q + 32 * j, x->bytes + 64 * j, s);
     if (scales == 1) s[0] += s[1];
-    if (!minima) {
-        s[0] -= (scales == 1 ? both : halves[0]) * f->offset;
-        s[1] -= halves[1] * f->offset;
+    UNROLL for (int h = 0; h < scales; h++) {
+        V8f product = b->dx * g->s[h], sum;
+        if (!minima) s[h] -= b->less[h];
+        v->floats(&s[h], &sum);
+        v->fma(&product, &sum, lanes);
     }
-    lanes_step(v, &dx, &g->s[0], &s[0], lanes);
-    if (scales == 2) lanes_step(v, &dx, &g->s[1], &s[1], lanes);
-    if (minima) lanes_step(v, &dx, &g->m[0], minima == 1 ? &both : &halves[0], lanes);
-    if (minima == 2) lanes_step(v, &dx, &g->m[1], &halves[1], lanes);
+    UNROLL for (int h = 0; h < minima; h++) {
+        V8f product = b->dx * g->m[h];
+        v->fma(&product, &b->sum[h], lanes);
+    }
 }
 
 // Four rows times n columns. known: f is a constant, its group is opened inline.
@@ -1393,7 +1428,9 @@ INLINE void quantised_dot(const Simd *v, const Format *f, bool known, int scales
         p[r] = t->data + (size_t)row[r] * t->stride;
         for (int c = 0; c < n; c++) l[r][c] = (V8f){0};
     }
-    for (int64_t j = 0; j < blocks; j += 8)
+    for (int64_t j = 0; j < blocks; j += 8) {
+        Blocks b[COLUMNS];
+        for (int c = 0; c < n; c++) blocks_at(v, f, scales, minima, &column[c], j, &b[c]);
         for (int r = 0; r < 4; r++) {
             const uint8_t *const at = p[r], *in = at;
             const int left = (int)MIN(8, blocks - j);
@@ -1403,9 +1440,10 @@ INLINE void quantised_dot(const Simd *v, const Format *f, bool known, int scales
             if (known) group_open(v, f, t, in, at, left, &g);
             else f->open(t, in, at, left, &g);
             for (int c = 0; c < n; c++)
-                group_step(v, f, scales, minima, &g, &column[c], j, &l[r][c]);
+                group_step(v, f, scales, minima, &g, &column[c], j, &b[c], &l[r][c]);
             p[r] = at + bytes;
         }
+    }
     for (int c = 0; c < n; c++)
         for (int r = 0; r < 4; r++)
             y->y[(first + c) * y->ldy + row[r]] = v->fold(&l[r][c]);
@@ -1517,13 +1555,13 @@ FLOATS_AND_BIN(X)
 #undef X
 #endif
 
-// ---- activations as 16-bit blocks. NaN or infinity make the scale NaN, and with it every result.
-// Adding 1.5 * 2^23 rounds to integers; the sum's low bits are the integer.
 // Where a block's upper bytes lie, 64 before its lower ones: beside those of the fourth block after
 static uint8_t *bytes_at(const Acts *a, int64_t row, int64_t j) {
     return a->bytes + 2 * row * a->ldq + j / 8 * 512 + j % 4 * 128 + j % 8 / 4 * 32;
 }
 
+// ---- activations as 16-bit blocks. NaN or infinity make the scale NaN, and with it every result.
+// Adding 1.5 * 2^23 rounds to integers; the sum's low bits are the integer.
 INLINE void quantise(const Simd *v, const Acts *a, int row, int64_t from, int64_t to) {
     const float *x = a->x + row * a->ldx, magic = 12582912.0f;
     float *dx = a->dx + row * a->ldb;
@@ -1565,7 +1603,7 @@ QUANTISE(neon, NEON_CALL)
 
 #ifdef SIMD
 // ---- panels: packing
-// The last weights of a row; past its end -0, which times 0 changes no lane
+// The last weights of a row; what is past its end is for nobody
 static void last_weights(const Tensor *t, int64_t row, int64_t k, float w[8]) {
     for (int i = 0; i < 8; i++) w[i] = -0.0f;
     t->format->expand(t, row, k, (int)MIN(8, t->cols - k), w);
@@ -1805,15 +1843,17 @@ SIMD_CALL void fold_panel(const float *part, int columns, int panel_rows, int n,
     for (int c = 0; c < n; c++, y += ldy) {
         const float *at = part + c / columns * LANES * s + c % columns * panel_rows;
         for (int r = 0; r < rows; r += 8) {
-            V8f l[LANES], old;
-            float room[8] = {0}, *to = rows - r < 8 ? room : y + r; // at the matrix's end
+            const size_t bytes = sizeof *y * (size_t)MIN(8, rows - r);
+            V8f l[LANES], old = {0};
             UNROLL for (int i = 0; i < LANES; i++) memcpy(&l[i], at + i * s + r, 32);
             l[0] = ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
-            if (more && to == room) memcpy(room, y + r, sizeof *y * (size_t)(rows - r));
-            memcpy(&old, to, 32);
-            if (more) l[0] = old + l[0];
-            memcpy(to, &l[0], 32);
-            if (to == room) memcpy(y + r, room, sizeof *y * (size_t)(rows - r));
+            if (bytes == 32) {
+                if (more) memcpy(&old, y + r, 32), l[0] = old + l[0];
+                memcpy(y + r, &l[0], 32);
+                continue;
+            }
+            if (more) memcpy(&old, y + r, bytes), l[0] = old + l[0]; // the matrix ends
+            memcpy(y + r, &l[0], bytes);
         }
     }
 }
@@ -1959,65 +1999,92 @@ INLINE float exps(const Simd *v, float *x, int64_t from, int64_t to, float max) 
  * positions. */
 enum { QUERY_TILE = 4 }; // queries that share one reading of the keys and values
 
-INLINE void kv_load(const Simd *v, bool half, const void *p, int64_t i, V8f *to) { // i .. i + 7
-    v->load(half, (const uint8_t *)p + i * (half ? 2 : 4), to);
+typedef struct { // sixteen floats: in two registers, or in a wide one
+    V8f p[2];
+    V16f w;
+} Pair;
+
+// Eight values at each of two places
+INLINE void pair_load(const Simd *v, bool half, const void *p, int64_t a, int64_t b, Pair *to) {
+    const uint8_t *in = p;
+    const int bytes = half ? 2 : 4;
+    if (v->wide) {
+        v->pair(half, in + a * bytes, in + b * bytes, &to->w);
+        return;
+    }
+    v->load(half, in + a * bytes, &to->p[0]), v->load(half, in + b * bytes, &to->p[1]);
+}
+
+INLINE void pair_store(const Simd *v, const Pair *x, float *a, float *b) {
+    if (v->wide) v->store_wide(&x->w, a, b);
+    else v->store(&x->p[0], a), v->store(&x->p[1], b);
+}
+
+INLINE void pair_fma(const Simd *v, const float *x, const Pair *a, Pair *c) {
+    V8f all;
+    if (v->wide) {
+        v->fma_wide(x, &a->w, &c->w);
+        return;
+    }
+    v->spread(x, &all);
+    v->fma_or(&all, &a->p[0], &c->p[0]), v->fma_or(&all, &a->p[1], &c->p[1]);
 }
 
 // out[j][8 b + lane] for nq queries q[j][d] and blocks from <= b < to
 INLINE void scores(const Simd *v, int nq, bool half, const float *const *q, float *const *out,
                    const void *keys, int d, int64_t from, int64_t to, float scale) {
-    for (int64_t b = from; b < to; b += 2) { // a pair of blocks keeps the units busy
+    for (int64_t b = from; b < to; b += 2) { // the last alone is taken twice
         const int64_t at = b * d * 8, next = b + 1 < to ? at + 8 * d : at;
-        V8f s[QUERY_TILE][2], key[2];
-        UNROLL for (int j = 0; j < nq; j++) s[j][0] = s[j][1] = (V8f){0};
+        Pair s[QUERY_TILE], key;
+        UNROLL for (int j = 0; j < nq; j++) {
+            if (v->wide) s[j].w = (V16f){0};
+            else s[j].p[0] = s[j].p[1] = (V8f){0};
+        }
         for (int k = 0; k < d; k++) {
-            kv_load(v, half, keys, at + 8 * k, &key[0]);
-            kv_load(v, half, keys, next + 8 * k, &key[1]);
-            UNROLL for (int j = 0; j < nq; j++) {
-                V8f x;
-                v->spread(q[j] + k, &x);
-                v->fma_or(&x, &key[0], &s[j][0]), v->fma_or(&x, &key[1], &s[j][1]);
-            }
+            pair_load(v, half, keys, at + 8 * k, next + 8 * k, &key);
+            UNROLL for (int j = 0; j < nq; j++) pair_fma(v, q[j] + k, &key, &s[j]);
         }
         UNROLL for (int j = 0; j < nq; j++) {
-            v->store(&s[j][0], out[j] + 8 * b);
-            if (b + 1 < to) v->store(&s[j][1], out[j] + 8 * b + 8);
+            pair_store(v, &s[j], out[j] + 8 * b, out[j] + 8 * (b + 1 < to ? b + 1 : b));
             for (int64_t i = 8 * b; i < 8 * MIN(b + 2, to); i++) out[j][i] *= scale;
         }
     }
 }
 
 // out[j][k] = fma chain over positions from <= i < to of e[j][i] * values[i][k], going on from out.
-// Here for `vectors` times eight dimensions from k on: vectors * nq sums stay in registers.
-INLINE void mix_tile(const Simd *v, int nq, bool half, int vectors, const float *const *e,
+// Here for dimensions k ... k + 16 * pairs - 1, whose sums stay in registers; where the other half
+// of a pair is 0 on, for eight, taken twice.
+INLINE void mix_tile(const Simd *v, int nq, bool half, int pairs, int other, const float *const *e,
                      float *const *out, const void *values, int d, int k, int64_t from,
                      int64_t to) {
-    V8f s[QUERY_TILE][4], x[4];
+    Pair s[QUERY_TILE][2], x[2];
     UNROLL for (int j = 0; j < nq; j++)
-        UNROLL for (int z = 0; z < vectors; z++)
-            v->load(0, (const uint8_t *)(out[j] + k + 8 * z), &s[j][z]);
+        UNROLL for (int z = 0; z < pairs; z++)
+            pair_load(v, false, out[j] + k + 16 * z, 0, other, &s[j][z]);
     int64_t i = from;
     do { // not for: gcc 12 then keeps the sums in registers
-        UNROLL for (int z = 0; z < vectors; z++)
-            kv_load(v, half, values, i * d + k + 8 * z, &x[z]);
-        UNROLL for (int j = 0; j < nq; j++) {
-            V8f w;
-            v->spread(e[j] + i, &w);
-            UNROLL for (int z = 0; z < vectors; z++) v->fma_or(&w, &x[z], &s[j][z]);
+        UNROLL for (int z = 0; z < pairs; z++) {
+            const int64_t at = i * d + k + 16 * z;
+            pair_load(v, half, values, at, at + other, &x[z]);
         }
+        UNROLL for (int j = 0; j < nq; j++)
+            UNROLL for (int z = 0; z < pairs; z++) pair_fma(v, e[j] + i, &x[z], &s[j][z]);
     } while (++i < to);
     UNROLL for (int j = 0; j < nq; j++)
-        UNROLL for (int z = 0; z < vectors; z++) v->store(&s[j][z], out[j] + k + 8 * z);
+        UNROLL for (int z = 0; z < pairs; z++) {
+            float *to_z = out[j] + k + 16 * z;
+            pair_store(v, &s[j][z], to_z, to_z + other);
+        }
 }
 
 INLINE void mix(const Simd *v, int nq, bool half, const float *const *e, float *const *out,
                 const void *values, int d, int64_t from, int64_t to) {
     int k = 0;
     if (from >= to) return;
-    if (nq <= 2) // more dimensions at once where there are fewer queries
-        for (; k + 32 <= d; k += 32) mix_tile(v, nq, half, 4, e, out, values, d, k, from, to);
-    for (; k + 16 <= d; k += 16) mix_tile(v, nq, half, 2, e, out, values, d, k, from, to);
-    for (; k + 8 <= d; k += 8) mix_tile(v, nq, half, 1, e, out, values, d, k, from, to);
+    if (nq <= 2 || v->wide) // more dimensions at once where registers are left
+        for (; k + 32 <= d; k += 32) mix_tile(v, nq, half, 2, 8, e, out, values, d, k, from, to);
+    for (; k + 16 <= d; k += 16) mix_tile(v, nq, half, 1, 8, e, out, values, d, k, from, to);
+    for (; k + 8 <= d; k += 8) mix_tile(v, nq, half, 1, 0, e, out, values, d, k, from, to);
     for (; k < d; k++) // one by one: eight would reach past the row
         for (int64_t i = from; i < to; i++)
             for (int j = 0; j < nq; j++) {
@@ -2030,8 +2097,10 @@ INLINE void mix(const Simd *v, int nq, bool half, const float *const *e, float *
 
 #ifdef HAVE_X86
 AVX2_CALL void narrow_avx2(const float *x, int64_t n, uint16_t *to) {
-    for (; n >= 8; n -= 8, x += 8, to += 8)
-        _mm_storeu_si128((void *)to, _mm256_cvtps_ph(_mm256_loadu_ps(x), _MM_FROUND_TO_NEAREST_INT));
+    for (; n >= 8; n -= 8, x += 8, to += 8) {
+        __m128i h = _mm256_cvtps_ph(_mm256_loadu_ps(x), _MM_FROUND_TO_NEAREST_INT);
+        _mm_storeu_si128((void *)to, h);
+    }
     narrow_c(x, n, to);
 }
 #elif defined(HAVE_NEON)
@@ -2088,6 +2157,7 @@ typedef struct { // those of one instruction set
 VEC_OPS(c, static, ONE_BY_ONE)
 #ifdef HAVE_X86
 VEC_OPS(avx2, AVX2_CALL, TOGETHER)
+VEC_OPS(avx512, AVX512_CALL, TOGETHER)
 #elif defined(HAVE_NEON)
 VEC_OPS(neon, SIMD_CALL, TOGETHER)
 #endif
@@ -2096,7 +2166,7 @@ static const VecOps vec_ops[ISA_COUNT] = {
     {narrow_c, sum_squares_c, exps_c, row_max_c, scores_c, mix_c},
 #ifdef HAVE_X86
     {narrow_avx2, sum_squares_avx2, exps_avx2, row_max_avx2, scores_avx2, mix_avx2},
-    {narrow_avx2, sum_squares_avx2, exps_avx2, row_max_avx2, scores_avx2, mix_avx2},
+    {narrow_avx2, sum_squares_avx512, exps_avx512, row_max_avx512, scores_avx512, mix_avx512},
 #elif defined(HAVE_NEON)
     {narrow_neon, sum_squares_neon, exps_neon, row_max_neon, scores_neon, mix_neon},
 #endif
@@ -5832,7 +5902,8 @@ static void cmd_score(const Options *o, const Model *m) {
         die("%s: the logits would overwrite the model", o->logits);
     FILE *dump = o->logits ? fopen(o->logits, "wb") : NULL;
     if (o->logits && !dump) die("%s: cannot open: %s", o->logits, strerror(errno));
-    Session *s = start_session(o, m, context, MAX(32, (1 << 24) / m->config.vocab_size));
+    const int logit_rows = MAX(32, (64 << 20) / 4 / m->config.vocab_size); // 64 MiB of them
+    Session *s = start_session(o, m, context, logit_rows);
     int vocab = m->config.vocab_size, row = 0;
     double sum = 0, squares = 0;
     if (pieces) size = context;
