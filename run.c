@@ -1876,7 +1876,7 @@ static const struct {
     {quantise_c, {{.above = INT_MAX}, {.above = INT_MAX}}},
 #ifdef HAVE_X86
     {quantise_avx2, PANELS(256, 16, 6)},
-    {quantise_avx512, PANELS(512, 12, 4)},
+    {quantise_avx512, PANELS(512, 9, 2)},
 #elif defined(HAVE_NEON)
     {quantise_neon, PANELS(128, 12, 6)},
 #endif

@@ -8,7 +8,8 @@
 The peers are optional: llama.cpp by its llama-bench (and llama-completion beside it, for starts), or by the Python package
 llama-cpp-python where that is installed; llama2.c by a folder in which `make runomp` was done. Measured are a prompt of 512
 tokens, 64 tokens decoded at depths 0, 512 and 4,096 as the model's context allows, and whole starts: load, a prompt of about 8
-tokens, one token, exit (phase "start", in starts a second). llama2.c decodes 256 tokens, and reads a prompt of about 300. Written
+tokens, one token, exit (phase "start", in starts a second). llama2.c decodes 256 tokens, and reads a prompt of about
+300, which stands beside run.c's 512. Written
 are medians, extremes, the ratio of medians, and GB/s beside what plain read loops reach (bench/roof.c). Close other programs
 first: they cost more than any kernel gains.
 """
@@ -127,7 +128,7 @@ def measure(args):
         types = re.search(r"^types: (.*)", info, re.M)
         for number in range(args.rounds):
             results = {"run.c": list(run_c(args, model))}
-            results["run.c"] += starts([args.run, model, "-i", SHORT_PROMPT, "-n", 10, "-t", 0, "-c", 512, "--threads",
+            results["run.c"] += starts([args.run, model, "-i", SHORT_PROMPT, "-n", 9, "-t", 0, "-c", 512, "--threads",
                                         args.threads, "-q"])
             depths = [d for phase, _, d, *_ in results["run.c"] if phase == "decode"] or [0]
             if model.suffix == ".bin":
@@ -174,6 +175,8 @@ def plot(path):
     from matplotlib import pyplot
     matplotlib.rcParams["svg.hashsalt"] = "run.c"
     rows = list(csv.DictReader(open(path)))
+    if not rows:
+        return print(f"bench.py: {path}: no rows", file=sys.stderr)
     models = list(dict.fromkeys(row["model"] for row in rows))
     programs = [name for name in ("run.c", "llama.cpp", "llama2.c") if any(row["program"] == name for row in rows)]
     colours = {"run.c": "#1f5fa8", "llama.cpp": "#e08a2c", "llama2.c": "#8a8a8a"}
@@ -197,7 +200,7 @@ def plot(path):
     panels[2].set_xlabel("positions in the cache")
     panels[2].set_ylabel("decode, tokens/s")
     panels[2].set_yscale("log")
-    figure.suptitle(f"{rows[0]['machine']}, {rows[0]['threads']} threads, {rows[0]['date']}" if rows else "", fontsize=9)
+    figure.suptitle(f"{rows[0]['machine']}, {rows[0]['threads']} threads, {rows[0]['date']}", fontsize=9)
     figure.tight_layout()
     figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
 
