@@ -442,7 +442,9 @@ static float rng_float(uint64_t *state) { // [0, 1)
  * blocks of 32: the products of a block are summed exactly in 32-bit integers, in any order, then
  * one fused multiply-add with the scales goes into lane (block mod 8). The plain C kernels below
  * are that definition. It costs one conversion and one multiply-add a block, and buys the same text
- * on every machine and in every batch. (Where the compiler has no fast fma(), float rows of plain C
+ * on every machine and in every batch. Two kinds of kernels share it: dots for a few columns, which
+ * read weights once and open eight blocks at a time in registers, and panels for many, which are
+ * opened once into the cache. (Where the compiler has no fast fma(), float rows of plain C
  * multiply and add: other last bits.)
  */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(PLAIN_C)
@@ -909,7 +911,8 @@ typedef struct {
     // of eight blocks times q or bytes: sums of their first, second 16
     void (*sums)(const Format *f, const Group *g, const int16_t *q, const uint8_t *bytes, V8i s[2]);
     void (*pack)(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]); // 32 integers
-    bool wide;             // registers of 64 bytes: weights lie in Group's w, pairs in Pair's, and
+    // Where registers have 64 bytes, what belongs together lies in Group's w and Pair's w
+    bool wide;
     void (*pair)(bool half, const uint8_t *p, const uint8_t *q, V16f *v); // eight of each
     void (*store_wide)(const V16f *v, float *p, float *q);
     void (*fma_wide)(const float *a, const V16f *b, V16f *c); // a to all
@@ -1334,9 +1337,9 @@ INLINE void group_open(const Simd *v, const Format *f, const Tensor *t, const ui
 }
 
 // Eight blocks at p of which a row has n: the others meet activations that are 0 and scales that
-// group_open makes 0, and a step of +0 changes no lane: none is -0, since they start at +0 and
-// a product with an integer is never so small that it rounds to 0. Where they
-// would lie behind the matrix, zeros take their place.
+// group_open makes 0, and a step of +0 changes no lane (lanes start at +0, and a product with an
+// integer is never so small that it rounds to -0). Where they would lie behind the matrix, zeros
+// take their place.
 enum { PAD = 8 * 34 }; // bytes of the largest eight blocks that may be cut
 static const uint8_t *group_pad(const Tensor *t, const uint8_t *p, int n, uint8_t room[PAD]) {
     if (n >= 8 || (size_t)(p - t->data) + PAD <= (size_t)t->rows * t->stride) return p;
@@ -1842,18 +1845,19 @@ SIMD_CALL void fold_panel(const float *part, int columns, int panel_rows, int n,
     const int s = columns * panel_rows; // from lane to lane
     for (int c = 0; c < n; c++, y += ldy) {
         const float *at = part + c / columns * LANES * s + c % columns * panel_rows;
+        for (int r = 0; r < rows && c + 4 < n; r += 16) __builtin_prefetch(y + 4 * ldy + r, 1);
         for (int r = 0; r < rows; r += 8) {
-            const size_t bytes = sizeof *y * (size_t)MIN(8, rows - r);
-            V8f l[LANES], old = {0};
-            UNROLL for (int i = 0; i < LANES; i++) memcpy(&l[i], at + i * s + r, 32);
+            float room[8] = {0}, *to = rows - r < 8 ? room : y + r; // at the matrix's end
+            V8f l[LANES], old;
+            UNROLL for (int i = 0; i < LANES; i++)
+                SIMD.load(0, (const uint8_t *)(at + i * s + r), &l[i]);
             l[0] = ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]));
-            if (bytes == 32) {
-                if (more) memcpy(&old, y + r, 32), l[0] = old + l[0];
-                memcpy(y + r, &l[0], 32);
-                continue;
+            if (more) {
+                if (to == room) memcpy(room, y + r, sizeof *y * (size_t)(rows - r));
+                SIMD.load(0, (const uint8_t *)to, &old), l[0] = old + l[0];
             }
-            if (more) memcpy(&old, y + r, bytes), l[0] = old + l[0]; // the matrix ends
-            memcpy(y + r, &l[0], bytes);
+            SIMD.store(&l[0], to);
+            if (to == room) memcpy(y + r, room, sizeof *y * (size_t)(rows - r));
         }
     }
 }

@@ -8,10 +8,9 @@
 The peers are optional: llama.cpp by its llama-bench (and llama-completion beside it, for starts), or by the Python package
 llama-cpp-python where that is installed; llama2.c by a folder in which `make runomp` was done. Measured are a prompt of 512
 tokens, 64 tokens decoded at depths 0, 512 and 4,096 as the model's context allows, and whole starts: load, a prompt of about 8
-tokens, one token, exit (phase "start", in starts a second). llama2.c decodes 256 tokens, and reads a prompt of about
-300, which stands beside run.c's 512. Written
-are medians, extremes, the ratio of medians, and GB/s beside what plain read loops reach (bench/roof.c). Close other programs
-first: they cost more than any kernel gains.
+tokens, one token, exit (phase "start", in starts a second). llama2.c decodes 256 tokens, and reads a prompt of about 300, which
+stands beside run.c's 512. Written are medians, extremes, the ratio of medians, and GB/s beside what plain read loops reach
+(bench/roof.c). Close other programs first: they cost more than any kernel gains.
 """
 import argparse, csv, datetime, os, pathlib, platform, re, shutil, statistics, struct, subprocess, sys, tempfile, time
 
