@@ -1500,9 +1500,9 @@ QUANTISED(X)
 // ---- float weights: dots
 // Lanes += n weights, eight at a time, of four rows times those of cols <= 3 columns
 INLINE void float_lanes(const Simd *v, uint32_t id, int bytes, const uint8_t *const at[4], int n,
-                        int cols, const float *in, int64_t ldx, V8f (*l)[3]) {
+                        int cols, const float *in, int64_t ldx, V8f (*l)[COLUMNS]) {
     for (int k = 0; k < n; k += 8) {
-        V8f w = {0}, column[3]; // 0: gcc warns
+        V8f w = {0}, column[COLUMNS]; // 0: gcc warns
         UNROLL for (int c = 0; c < cols; c++)
             v->load(0, (const uint8_t *)(in + c * ldx + k), &column[c]);
         UNROLL for (int r = 0; r < 4; r++) {
@@ -1512,17 +1512,17 @@ INLINE void float_lanes(const Simd *v, uint32_t id, int bytes, const uint8_t *co
     }
 }
 
-// Four rows times cols <= 3 columns, straight from the file where it has whole eights of floats
+// Four rows times cols <= COLUMNS columns, straight from the file where it has whole eights of floats
 INLINE void float_dot(const Simd *v, const Format *f, int cols, const Product *p,
                       const int64_t *row, const Acts *x, int first) {
     const Tensor *t = p->w;
-    float y[4][3] = {{0}}, open[4][FLOAT_BLOCK]; // not p->y: row[] may name a row twice
+    float y[4][COLUMNS] = {{0}}, open[4][FLOAT_BLOCK]; // not p->y: row[] may name a row twice
     for (int64_t k = 0; k < t->cols; k += FLOAT_BLOCK) {
         const int n = (int)MIN(FLOAT_BLOCK, t->cols - k);
         const bool whole = f->id < 1000 && n % 8 == 0;
         const float *in = x->x + first * x->ldx + k;
         const uint8_t *at[4];
-        V8f l[4][3];
+        V8f l[4][COLUMNS];
         UNROLL for (int r = 0; r < 4; r++) {
             at[r] = whole ? weight_at(t, row[r], k, 1, f->bytes) : (const uint8_t *)open[r];
             if (!whole) f->expand(t, row[r], k, n, open[r]);
@@ -1545,15 +1545,24 @@ static void float_dot_c(const Product *p, const int64_t *row, const Acts *x, int
     for (int c = 0; c < n; c++) float_dot(&simd_c, p->w->format, 1, p, row, x, first + c);
 }
 
-#ifdef SIMD
-#define X(name, ...)                                                                            \
-    SIMD_CALL void name##_dot(const Product *p, const int64_t *row, const Acts *x, int first,   \
-                              int n) {                                                          \
-        const Format *f = &formats[F_##name];                                                   \
-        for (; n >= 3; n -= 3, first += 3) float_dot(&SIMD, f, 3, p, row, x, first);       \
-        if (n == 2) float_dot(&SIMD, f, 2, p, row, x, first);                              \
-        if (n == 1) float_dot(&SIMD, f, 1, p, row, x, first);                              \
+// Four columns at once want more than 16 registers
+#define FLOAT_DOT(isa, CALL, four, name)                                                         \
+    CALL void name##_dot_##isa(const Product *p, const int64_t *row, const Acts *x, int first,   \
+                               int n) {                                                          \
+        const Format *f = &formats[F_##name];                                                    \
+        if (four && n == 4) float_dot(&simd_##isa, f, 4, p, row, x, first);                      \
+        else if (n == 3) float_dot(&simd_##isa, f, 3, p, row, x, first);                         \
+        else for (; n >= 2; n -= 2, first += 2) float_dot(&simd_##isa, f, 2, p, row, x, first);  \
+        if (n == 1) float_dot(&simd_##isa, f, 1, p, row, x, first);                              \
     }
+#ifdef HAVE_X86
+#define X(name, ...)                        \
+    FLOAT_DOT(avx2, AVX2_CALL, false, name) \
+    FLOAT_DOT(avx512, AVX512_CALL, true, name)
+FLOATS_AND_BIN(X)
+#undef X
+#elif defined(HAVE_NEON)
+#define X(name, ...) FLOAT_DOT(neon, NEON_CALL, false, name)
 FLOATS_AND_BIN(X)
 #undef X
 #endif
@@ -1880,7 +1889,7 @@ static const struct {
     {quantise_c, {{.above = INT_MAX}, {.above = INT_MAX}}},
 #ifdef HAVE_X86
     {quantise_avx2, PANELS(256, 16, 6)},
-    {quantise_avx512, PANELS(512, 9, 2)},
+    {quantise_avx512, PANELS(512, 12, 2)},
 #elif defined(HAVE_NEON)
     {quantise_neon, PANELS(128, 12, 6)},
 #endif
@@ -1889,7 +1898,7 @@ static const struct {
 static const Format formats[F_COUNT] = {
 #define X(name, id, size, value)                                                  \
     {#name, id, 1, size, false, 0, 1, 0, 0, -1, NULL, NULL, NULL, NULL, name##_expand, \
-     {float_dot_c, VECTOR(name##_dot), VECTOR(name##_dot)}},
+     {float_dot_c, DOTS(name)}},
     FLOATS_AND_BIN(X)
 #undef X
 #define X(name, id, block, bytes, offset, scales, minima, bits, d_at, table, load)      \

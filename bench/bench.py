@@ -152,7 +152,7 @@ def measure(args):
             ours = seen.get((phase, depth, "run.c"))
             gb = gbs[phase, depth, program]
             rows.append(dict(
-                date=datetime.date.today().isoformat(), machine=name, model=model.stem, types=types[1] if types else "",
+                date=datetime.date.today().isoformat(), machine=name, model=model.name, types=types[1] if types else "",
                 program=program, phase=phase, tokens=counts[phase, program], depth=depth, threads=args.threads,
                 median=f"{median:.2f}", low=f"{min(rates):.2f}", high=f"{max(rates):.2f}",
                 gb_per_s=f"{statistics.median(gb):.2f}" if gb[0] is not None else "", roof_gb_per_s=limit or "",
@@ -193,7 +193,7 @@ def plot(path):
     for model in models:
         for program in programs:
             depths = sorted((d, v) for (m, p, phase, d), v in speed.items() if (m, p, phase) == (model, program, "decode"))
-            if len(depths) > 2:
+            if len(depths) > 1:
                 panels[2].plot(*zip(*depths), marker="o", color=colours[program])
                 panels[2].annotate(model if program == "run.c" else "", depths[-1], fontsize=7)
     panels[2].set_xlabel("positions in the cache")
