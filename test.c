@@ -728,7 +728,7 @@ static void test_formats(void) {
         check(t->minima != 1 || t->scales == 1, "%s: two scales, one minimum", t->name);
         check(t->minima != 2 || t->scales == 2, "%s: one scale, two minima", t->name);
         Group g; // as AVX-512's products want it: below 128, or the offset is 128
-        uint8_t ones[256], *u = (uint8_t *)g.u, most = 0;
+        uint8_t ones[PAD], *u = (uint8_t *)g.u, most = 0;
         memset(ones, 0xFF, sizeof ones);
         const Tensor w = {.format = t, .data = ones, .scales = ones, .group = 32};
         open_c(&w, ones, ones, t == &formats[F_bin8] ? 0 : 8, &g);
@@ -756,10 +756,15 @@ static float naive_quantised(const Tensor *t, int64_t row, const float *x) {
         open_c(t, group_pad(t, at, n, room), at, n, &g);
         float a = 0, dx = 0, r = 0;
         int64_t s[2] = {0}, sum[2] = {0};
-        for (int k = 0; k < 32; k++) a = fmaxf(a, fabsf(x[32 * j + k]));
-        if (a >= 0x1p-100f) dx = a / 32767, r = 32767 / a;
+        bool finite = true;
         for (int k = 0; k < 32; k++) {
-            int64_t q = lrintf(x[32 * j + k] * r);
+            a = fmaxf(a, fabsf(x[32 * j + k]));
+            finite &= isfinite(x[32 * j + k]);
+        }
+        if (a >= 0x1p-100f) dx = a / 32767, r = 32767 / a;
+        if (!finite) dx = NAN;
+        for (int k = 0; k < 32; k++) {
+            int64_t q = finite ? lrintf(x[32 * j + k] * r) : 0;
             s[k / 16] += q * (((uint8_t *)&g.u[i])[k] - f->offset), sum[k / 16] += q;
         }
         if (f->scales == 1) l[i] = fmaf(dx * g.s[0][i], (float)(s[0] + s[1]), l[i]);
