@@ -959,13 +959,25 @@ static void fifth_bits_c(const uint8_t *p, int step, Group *g) {
         ((uint8_t *)g->u)[k] |= (p[k / 32 * step + k % 32 / 8] >> k % 8 & 1) << 4;
 }
 
+static int32_t dot8_c(const int16_t *a, const int16_t *b) {
+    int32_t sum = 0;
+#pragma GCC unroll 1 // gcc knows the loop, but not what is left when it is unrolled
+    for (int k = 0; k < 8; k++) sum += a[k] * b[k];
+    return sum;
+}
+
 static void sums_c(const Format *f, const Group *g, const int16_t *q, const uint8_t *bytes,
                    V8i s[2]) {
+    int32_t sum[2][8];
     (void)f, (void)bytes;
-    s[0] = s[1] = (V8i){0};
-    for (int k = 0; k < 256; k++)
-        s[k % 32 / 16][k / 32] +=
-            ((const uint8_t *)g->u)[k] * q[k / 32 * 32 + k % 2 * 16 + k / 2 % 16];
+    for (int i = 0; i < 8; i++, q += 32) {
+        const V16u even = (V16u)g->u[i] & 255, odd = (V16u)g->u[i] >> 8;
+        int16_t w[32];
+        memcpy(w, &even, 32), memcpy(w + 16, &odd, 32);
+        for (int h = 0; h < 16; h += 8)
+            sum[h / 8][i] = dot8_c(w + h, q + h) + dot8_c(w + 16 + h, q + 16 + h);
+    }
+    memcpy(s, sum, sizeof sum);
 }
 
 static void pack_c(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]) {
