@@ -1524,7 +1524,7 @@ INLINE void float_lanes(const Simd *v, uint32_t id, int bytes, const uint8_t *co
     }
 }
 
-// Four rows times cols <= COLUMNS columns, straight from the file where it has whole eights of floats
+// Four rows times cols <= COLUMNS columns, from the file where it has whole eights of floats
 INLINE void float_dot(const Simd *v, const Format *f, int cols, const Product *p,
                       const int64_t *row, const Acts *x, int first) {
     const Tensor *t = p->w;
