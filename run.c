@@ -447,10 +447,12 @@ static float rng_float(uint64_t *state) { // [0, 1)
  * opened once into the cache. (Where the compiler has no fast fma(), float rows of plain C
  * multiply and add: other last bits.)
  */
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(PLAIN_C)
 #define HAVE_X86 1
 #include <cpuid.h>
-#include <immintrin.h>
 #elif defined(__aarch64__) && defined(__GNUC__) && !defined(PLAIN_C)
 #define HAVE_NEON 1
 #include <arm_neon.h>
@@ -523,9 +525,13 @@ typedef uint64_t V64 __attribute__((vector_size(64))); // GNU C's vectors: bytes
 typedef uint64_t V32 __attribute__((vector_size(32)));
 typedef uint32_t V8u __attribute__((vector_size(32))); // and eights of numbers
 typedef int32_t V8i __attribute__((vector_size(32)));
+typedef int32_t V4i __attribute__((vector_size(16)));
+typedef int16_t V8h __attribute__((vector_size(16)));
+typedef uint16_t V8s __attribute__((vector_size(16)));
 typedef int16_t V16h __attribute__((vector_size(32)));
 typedef uint16_t V16u __attribute__((vector_size(32)));
 typedef float V8f __attribute__((vector_size(32)));
+typedef double V8d __attribute__((vector_size(64)));
 typedef float V16f __attribute__((vector_size(64)));
 typedef struct {            // eight blocks of 32 weights, opened: one is (u - offset) * s + m
     V32 u[8];               // a byte a weight; or, where registers are wide,
@@ -918,8 +924,33 @@ typedef struct {
     void (*fma_wide)(const float *a, const V16f *b, V16f *c); // a to all
 } Simd;
 
+// Where fmaf() would be a slow call: the product is exact in double, the sum rounded there. Rounding
+// it again, to float, is wrong only if it now lies halfway between two floats and did not before:
+// then it goes back by a last bit, to the side where the exact sum is.
+static float fma_one(float a, float b, float c) {
+    if (FMA_IS_FAST) return fmaf(a, b, c);
+    const double product = (double)a * b, sum = product + c;
+    const double of_c = sum - product, error = (product - (sum - of_c)) + (c - of_c); // exact
+    uint64_t bits;
+    memcpy(&bits, &sum, 8);
+    if (bits << 36 || !(error > 0 || error < 0)) return (float)sum; // not halfway, or it was, or NaN
+    return (float)nextafter(sum, error > 0 ? INFINITY : -INFINITY);
+}
+
 static void fma_c(const V8f *a, const V8f *b, V8f *c) {
-    for (int i = 0; i < 8; i++) (*c)[i] = fmaf((*a)[i], (*b)[i], (*c)[i]);
+    if (!FMA_IS_FAST) {
+        const V8d x = __builtin_convertvector(*a, V8d), y = __builtin_convertvector(*b, V8d);
+        const V8d sum = x * y + __builtin_convertvector(*c, V8d);
+        V4i part[4]; // their even-numbered elements hold the 29 bits that float has not
+        memcpy(part, &sum, sizeof sum);
+        for (int i = 0; i < 4; i++) part[i] = part[i] << 4 == 0;
+        part[0] |= part[1] | part[2] | part[3];
+        if (!(part[0][0] | part[0][2])) {
+            *c = __builtin_convertvector(sum, V8f);
+            return;
+        }
+    }
+    for (int i = 0; i < 8; i++) (*c)[i] = fma_one((*a)[i], (*b)[i], (*c)[i]);
 }
 
 static void fma_or_c(const V8f *a, const V8f *b, V8f *c) {
@@ -959,25 +990,39 @@ static void fifth_bits_c(const uint8_t *p, int step, Group *g) {
         ((uint8_t *)g->u)[k] |= (p[k / 32 * step + k % 32 / 8] >> k % 8 & 1) << 4;
 }
 
-static int32_t dot8_c(const int16_t *a, const int16_t *b) {
-    int32_t sum = 0;
-#pragma GCC unroll 1 // gcc knows the loop, but not what is left when it is unrolled
-    for (int k = 0; k < 8; k++) sum += a[k] * b[k];
+// Eight weights times eight integers: four sums of two
+static V4i pairs_dot(V8s w, const int16_t *q) {
+    V8h in;
+    memcpy(&in, q, 16);
+#ifdef __SSE2__
+    return (V4i)_mm_madd_epi16((__m128i)w, (__m128i)in);
+#else
+    V4i sum;
+    for (int i = 0; i < 4; i++) sum[i] = w[2 * i] * in[2 * i] + w[2 * i + 1] * in[2 * i + 1];
     return sum;
+#endif
+}
+
+INLINE void blocks_sums(int scales, const Group *g, const int16_t *q, V8i s[2]) {
+    s[1] = (V8i){0};
+    for (int i = 0; i < 8; i++, q += 32) {
+        V4i part[2];
+        UNROLL for (int z = 0; z < 2; z++) {
+            V8s w;
+            memcpy(&w, (const uint8_t *)&g->u[i] + 16 * z, 16);
+            part[z] = pairs_dot(w & 255, q + 8 * z) + pairs_dot(w >> 8, q + 8 * z + 16);
+        }
+        if (scales == 1) part[0] += part[1];
+        UNROLL for (int z = 0; z < scales; z++)
+            s[z][i] = (part[z][0] + part[z][2]) + (part[z][1] + part[z][3]);
+    }
 }
 
 static void sums_c(const Format *f, const Group *g, const int16_t *q, const uint8_t *bytes,
                    V8i s[2]) {
-    int32_t sum[2][8];
-    (void)f, (void)bytes;
-    for (int i = 0; i < 8; i++, q += 32) {
-        const V16u even = (V16u)g->u[i] & 255, odd = (V16u)g->u[i] >> 8;
-        int16_t w[32];
-        memcpy(w, &even, 32), memcpy(w + 16, &odd, 32);
-        for (int h = 0; h < 16; h += 8)
-            sum[h / 8][i] = dot8_c(w + h, q + h) + dot8_c(w + 16 + h, q + 16 + h);
-    }
-    memcpy(s, sum, sizeof sum);
+    (void)bytes;
+    if (f->scales == 1) blocks_sums(1, g, q, s);
+    else blocks_sums(2, g, q, s);
 }
 
 static void pack_c(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]) {

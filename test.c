@@ -821,12 +821,43 @@ static Tensor kernel_tensor(const Format *f, int64_t rows, int64_t cols, uint64_
     return t;
 }
 
+// Plain C's product and sum rounds once, as fmaf() does: any bits; sums that are halfway between two
+// floats, or miss it by 2^-46 of the product; and what is too small for a float
+static void test_fma(void) {
+    uint64_t rng = 7;
+    int bad = 0, halfway = 0;
+    for (int n = 0; n < 100000; n++) {
+        V8f a, b, c, want;
+        for (int i = 0; i < 8; i++) {
+            float x = f32_of_bits(rng_next(&rng)), y = f32_of_bits(rng_next(&rng)),
+                  z = f32_of_bits(rng_next(&rng));
+            int kind = (int)(rng_next(&rng) % 4), e;
+            if (kind == 1 && isfinite(z)) {
+                float little = (float)(rng_next(&rng) % 2) * 0x1p-23f;
+                frexpf(z, &e);
+                x = 1 + little, y = copysignf(ldexpf(1 - little, e - 25), y);
+            }
+            if (kind == 2) x = ldexpf(frexpf(x, &e), -70), y = ldexpf(frexpf(y, &e), -70);
+            if (kind == 2) z = ldexpf(frexpf(z, &e), -130);
+            a[i] = x, b[i] = y, c[i] = z, want[i] = fmaf(x, y, z);
+            double twice = (double)x * y + z;
+            halfway += !isnan(want[i]) && (float)twice != want[i];
+        }
+        fma_c(&a, &b, &c);
+        for (int i = 0; i < 8; i++)
+            bad += isnan(want[i]) ? !isnan(c[i])
+                                  : !!memcmp((float *)&c + i, (float *)&want + i, 4);
+    }
+    check(!bad && halfway > 1000, "fma: %d wrong; %d would be if rounded twice", bad, halfway);
+}
+
 static void test_kernels(void) {
     static const int64_t widths[] = {1,   7,    32,   48,   96,   256,  288,
                                      576, 1536, 2048, 2049, 2080, 2304, 5000};
     static const int batches[] = {1, 2, 3, 5, 8, 9, 16, 17, 33, PANEL_COLUMNS + 1};
     uint64_t rng = 99;
     KernelJob job;
+    test_fma();
     for (int i = 0; i < 2; i++) job.worker[i] = (Worker){NULL, i, aligned_memory(matmul_scratch())};
     for (int f = 0; f < COUNT(formats); f++)
         for (int k = 0; k < COUNT(widths); k++) {
