@@ -456,6 +456,9 @@ static float rng_float(uint64_t *state) { // [0, 1)
 #elif defined(__aarch64__) && defined(__GNUC__) && !defined(PLAIN_C)
 #define HAVE_NEON 1
 #include <arm_neon.h>
+#ifdef __linux__
+#include <sys/auxv.h>
+#endif
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -487,9 +490,12 @@ static float rng_float(uint64_t *state) { // [0, 1)
 #define SIMD simd_neon
 #define SIMD_INLINE NEON
 #define SIMD_CALL NEON_CALL
+#else
+#define SIMD simd_c
+#define SIMD_CALL static
 #endif
 
-enum { ISA_C, ISA_AVX2, ISA_AVX512, ISA_COUNT, ISA_NEON = 1 }; // those of one machine rise
+enum { ISA_C, ISA_AVX2, ISA_AVX512, ISA_COUNT, ISA_NEON = 1, ISA_SDOT }; // of one machine: rise
 enum { LANES = 8, FLOAT_BLOCK = 2048 };
 
 typedef struct Format Format;
@@ -507,10 +513,10 @@ typedef struct {            // activations: n rows of floats, and the same as 16
     int64_t cols;
     float *x;               // row i at x + i * ldx
     int16_t *q;             // row i at q + i * ldq; a block's 16 even-numbered values, then the odd
-    uint8_t *bytes;         // row i at bytes + 2 * i * ldq: q by bytes, for AVX-512 (bytes_at)
+    uint8_t *bytes;         // row i at bytes + 2 * i * ldq: q by bytes (bytes_at)
     float *dx;              // row i at dx + i * ldb: one scale a block
-    int32_t *sum;           // row i at sum + 3 * i * ldb: [3][ldb] a block's first 16, second 16,
-                            // all but what is in its lower bytes (AVX-512)
+    int32_t *sum;           // row i at sum + 3 * i * ldb: [3][ldb] a block's first 16, second 16;
+                            // of sums() from bytes at offset 128: what they are 128 times too large
     int64_t ldx, ldq, ldb;  // in elements; odd numbers of cache lines, so that rows do not collide
 } Acts;
 
@@ -548,8 +554,9 @@ enum { PANEL_COLUMNS = 512, PANEL_NEAR = 32 }; // columns of a pass, and of thos
 typedef union {
     float w[PANEL_K * PANEL_ROWS]; // [k][row]
     struct {
-        // [block][pair][row][which]; pairs 0-7: weights 0 2, 4 6 ...; 8-15: 1 3, 5 7 ...
-        int16_t q[PANEL_BLOCKS * 16 * PANEL_ROWS * 2];
+        // [block][step][row]: four bytes. Pairs: 16 steps of two integers, weights 0 2, 4 6 ...,
+        // then 1 3, 5 7 ...; quads: 8 steps of four bytes as in Group
+        uint8_t q[PANEL_BLOCKS * 16 * PANEL_ROWS * 4];
         float s[PANEL_BLOCKS * 2 * PANEL_ROWS], m[PANEL_BLOCKS * 2 * PANEL_ROWS]; // [block][2][row]
     };
 } Panel;
@@ -563,8 +570,6 @@ typedef void Dot(const Product *p, const int64_t *row, const Acts *x, int first,
 typedef void Load(const Tensor *t, const uint8_t *p, const uint8_t *at, int n, Group *g);
 typedef void Pack(const Tensor *t, int64_t row, int64_t k, int len, int rows, Panel *p);
 typedef void Tile(const Format *f, const Panel *p, const Acts *x, int column, int len, float *part);
-typedef void Fold(const float *part, int columns, int panel_rows, int n, int rows, bool more,
-                  float *y, int64_t ldy);
 
 struct Format {
     const char *name;
@@ -587,7 +592,6 @@ typedef struct {
     int rows, columns; // of a tile: as many rows has a panel
     Pack *pack;
     Tile *tile;
-    Fold *fold;
 } PanelKernels;
 
 // ---- small floats
@@ -917,6 +921,7 @@ typedef struct {
     // of eight blocks times q or bytes: sums of their first, second 16
     void (*sums)(const Format *f, const Group *g, const int16_t *q, const uint8_t *bytes, V8i s[2]);
     void (*pack)(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]); // 32 integers
+    bool by_bytes; // sums() reads bytes and not q
     // Where registers have 64 bytes, what belongs together lies in Group's w and Pair's w
     bool wide;
     void (*pair)(bool half, const uint8_t *p, const uint8_t *q, V16f *v); // eight of each
@@ -924,16 +929,16 @@ typedef struct {
     void (*fma_wide)(const float *a, const V16f *b, V16f *c); // a to all
 } Simd;
 
-// Where fmaf() would be a slow call: the product is exact in double, the sum rounded there. Rounding
-// it again, to float, is wrong only if it now lies halfway between two floats and did not before:
-// then it goes back by a last bit, to the side where the exact sum is.
+// Where fmaf() would be a slow call: the product is exact in double, the sum rounded there.
+// Rounding again, to float, is wrong only where the sum is now halfway between two floats and was not: then
+// it goes back by a last bit, to its side.
 static float fma_one(float a, float b, float c) {
     if (FMA_IS_FAST) return fmaf(a, b, c);
     const double product = (double)a * b, sum = product + c;
     const double of_c = sum - product, error = (product - (sum - of_c)) + (c - of_c); // exact
     uint64_t bits;
     memcpy(&bits, &sum, 8);
-    if (bits << 36 || !(error > 0 || error < 0)) return (float)sum; // not halfway, or it was, or NaN
+    if (bits << 36 || !(error > 0 || error < 0)) return (float)sum; // error: NaN where sum is
     return (float)nextafter(sum, error > 0 ? INFINITY : -INFINITY);
 }
 
@@ -1025,6 +1030,14 @@ static void sums_c(const Format *f, const Group *g, const int16_t *q, const uint
     else blocks_sums(2, g, q, s);
 }
 
+// 32 integers by bytes, in their order: the upper ones, 64 bytes on the lower ones
+INLINE void bytes_pack(const int16_t *q, uint8_t *bytes, V16u *lower) {
+    V16u even, odd, upper;
+    memcpy(&even, q, 32), memcpy(&odd, q + 16, 32);
+    upper = even >> 8 | (odd & 0xFF00), *lower = (even & 255) | odd << 8;
+    memcpy(bytes, &upper, 32), memcpy(bytes + 64, lower, 32);
+}
+
 static void pack_c(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]) {
     (void)bytes;
     sum[0] = sum[1] = sum[2] = 0;
@@ -1036,7 +1049,7 @@ static void pack_c(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]) {
 
 static const Simd simd_c = {fma_c,    fma_or_c, spread_c, store_c,   fold_c,       floats_c,
                             load_c,   halves_c, look_up_c, fifth_bits_c, sums_c, pack_c,
-                            .wide = false};
+                            false, .wide = false};
 
 #ifdef HAVE_X86
 AVX2 __m256i load32(const void *p) { return _mm256_loadu_si256(p); }
@@ -1150,7 +1163,7 @@ AVX2 void columns_store(const void *v, void *out, int step) {
 
 static const Simd simd_avx2 = {fma_avx2,    fma_avx2,  spread_avx2, store_avx2, fold_avx2,
                                floats_avx2, load_avx2, halves_avx2, look_up_avx2,
-                               fifth_bits_avx2, sums_avx2, pack_avx2, .wide = false};
+                               fifth_bits_avx2, sums_avx2, pack_avx2, false, .wide = false};
 
 // AVX-512 with VNNI: two blocks a register. Sums of bytes, one side signed, the other not: upper
 // bytes of the activations times weights, then 256 times that and lower bytes times weights, whose
@@ -1204,10 +1217,8 @@ AVX512 void sums_avx512(const Format *f, const Group *g, const int16_t *q, const
 
 AVX512 void pack_avx512(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]) {
     pack_avx2(v, q, bytes, sum);
-    V16u even, odd, upper, lower;
-    memcpy(&even, q, 32), memcpy(&odd, q + 16, 32);
-    upper = even >> 8 | (odd & 0xFF00), lower = (even & 255) | odd << 8;
-    memcpy(bytes, &upper, 32), memcpy(bytes + 64, &lower, 32);
+    V16u lower;
+    bytes_pack(q, bytes, &lower);
     // the whole sum is 256 times that of the upper bytes, and this
     __m256i s = _mm256_sad_epu8((__m256i)lower, _mm256_setzero_si256());
     const __m128i t = _mm_add_epi64(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
@@ -1235,7 +1246,7 @@ AVX512 void fma_wide(const float *a, const V16f *b, V16f *c) {
 
 static const Simd simd_avx512 = {fma_avx2,      fma_avx2,  spread_avx2, store_avx2, fold_avx2,
                                  floats_avx2,   load_avx2,      halves_avx512,  look_up_avx512,
-                                 fifth_bits_avx512, sums_avx512, pack_avx512, true,
+                                 fifth_bits_avx512, sums_avx512, pack_avx512, true, true,
                                  pair_wide, store_wide, fma_wide};
 #endif
 
@@ -1320,7 +1331,6 @@ NEON void sums_neon(const Format *f, const Group *g, const int16_t *q, const uin
 
 NEON void pack_neon(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]) {
     (void)bytes;
-    sum[2] = 0;
     HALVES { // lower 16 bits of every other integer
         int32x4x2_t a = vld2q_s32((const int32_t *)&v[2 * h]);
         int32x4x2_t b = vld2q_s32((const int32_t *)&v[2 * h + 1]);
@@ -1328,6 +1338,7 @@ NEON void pack_neon(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]) 
             vst1q_s16(q + 16 * i + 8 * h, vcombine_s16(vmovn_s32(a.val[i]), vmovn_s32(b.val[i])));
         sum[h] = vaddlvq_s16(vld1q_s16(q + 8 * h)) + vaddlvq_s16(vld1q_s16(q + 16 + 8 * h));
     }
+    sum[2] = 0;
 }
 
 NEON void columns_store(const void *v, void *out, int step) { // as above
@@ -1344,7 +1355,56 @@ NEON void columns_store(const void *v, void *out, int step) { // as above
 
 static const Simd simd_neon = {fma_neon,    fma_neon,  spread_neon, store_neon, fold_neon,
                                floats_neon, load_neon, halves_neon, look_up_neon,
-                               fifth_bits_neon, sums_neon, pack_neon, .wide = false};
+                               fifth_bits_neon, sums_neon, pack_neon, false, .wide = false};
+
+// The dot products of ARMv8.2, four products of bytes to a sum: upper bytes, signed, times weights
+// (signed if their offset is 128), then 256 times that and lower bytes times weights, none signed.
+// Assembler, since not all compilers let a function have the instructions that a file has not.
+#ifdef __ARM_FEATURE_DOTPROD
+#define DOT_PRODUCT ""
+#else
+#define DOT_PRODUCT ".arch armv8.2-a+dotprod\n\t"
+#endif
+NEON int32x4_t sdot(int32x4_t s, uint8x16_t a, uint8x16_t b) {
+    __asm__(DOT_PRODUCT "sdot %0.4s, %1.16b, %2.16b" : "+w"(s) : "w"(a), "w"(b));
+    return s;
+}
+
+NEON int32x4_t udot(int32x4_t s, uint8x16_t a, uint8x16_t b) {
+    __asm__(DOT_PRODUCT "udot %0.4s, %1.16b, %2.16b" : "+w"(s) : "w"(a), "w"(b));
+    return s;
+}
+
+NEON void sums_sdot(const Format *f, const Group *g, const int16_t *q, const uint8_t *bytes,
+                    V8i s[2]) {
+    (void)q;
+    HALVES { // four blocks at a time
+        int32x4_t part[2][4];
+        UNROLL for (int i = 0; i < 4; i++)
+            UNROLL for (int z = 0; z < 2; z++) {
+                const uint8_t *at = bytes + 128 * i + 32 * h + 16 * z;
+                const uint8x16_t w = half(&g->u[4 * h + i], z);
+                const uint8x16_t x = f->offset == 128 ? veorq_u8(w, vdupq_n_u8(128)) : w;
+                const int32x4_t upper = sdot(vdupq_n_s32(0), x, vld1q_u8(at));
+                part[z][i] = udot(vshlq_n_s32(upper, 8), w, vld1q_u8(at + 64));
+            }
+        UNROLL for (int z = 0; z < 2; z++) {
+            int32x4_t a = vpaddq_s32(part[z][0], part[z][1]);
+            int32x4_t b = vpaddq_s32(part[z][2], part[z][3]);
+            vst1q_s32((int32_t *)&s[z] + 4 * h, vpaddq_s32(a, b));
+        }
+    }
+}
+
+NEON void pack_sdot(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]) {
+    V16u lower;
+    pack_neon(v, q, bytes, sum), bytes_pack(q, bytes, &lower), sum[2] = 0;
+    HALVES sum[2] += vaddlvq_u8(half(&lower, h));
+}
+
+static const Simd simd_sdot = {fma_neon,    fma_neon,  spread_neon, store_neon, fold_neon,
+                               floats_neon, load_neon, halves_neon, look_up_neon,
+                               fifth_bits_neon, sums_sdot, pack_sdot, true, .wide = false};
 #endif
 
 // ---- quantised weights: groups and dots
@@ -1449,7 +1509,7 @@ INLINE void blocks_at(const Simd *v, const Format *f, int scales, int minima, co
     memcpy(&b->dx, x->dx + j, 32);
     memcpy(&halves[0], x->sum + j, 32), memcpy(&halves[1], x->sum + x->ldb + j, 32);
     both = halves[0] + halves[1];
-    if (v->wide && f->offset == 128) memcpy(&both, x->sum + 2 * x->ldb + j, 32);
+    if (v->by_bytes && f->offset == 128) memcpy(&both, x->sum + 2 * x->ldb + j, 32);
     UNROLL for (int h = 0; h < minima; h++) v->floats(minima == 1 ? &both : &halves[h], &b->sum[h]);
     UNROLL for (int h = 0; h < scales; h++)
         b->less[h] = (scales == 1 ? both : halves[h]) * f->offset;
@@ -1514,7 +1574,7 @@ static void quantised_dot_c(const Product *p, const int64_t *row, const Acts *x,
     quantised_dot(&simd_c, f, true, f->scales, f->minima, p, row, x, first, n);
 }
 
-#ifdef SIMD
+#if defined(HAVE_X86) || defined(HAVE_NEON)
 #define X(name, ...)                                                                             \
     SIMD_CALL void name##_open(const Tensor *t, const uint8_t *p, const uint8_t *at, int n,      \
                                Group *g) {                                                       \
@@ -1524,31 +1584,37 @@ QUANTISED(X)
 #undef X
 
 // Several columns: a group is opened once for all
-SIMD_CALL void columns_simd(const Product *p, const int64_t *row, const Acts *x, int first, int n) {
-    const Format *f = p->w->format;
-    const int s = f->scales, m = f->minima;
-    if (n == 4) quantised_dot(&SIMD, f, false, s, m, p, row, x, first, 4);
-    else if (n == 3) quantised_dot(&SIMD, f, false, s, m, p, row, x, first, 3);
-    else quantised_dot(&SIMD, f, false, s, m, p, row, x, first, 2);
-}
+#define SOME_COLUMNS(isa, CALL)                                                                  \
+    CALL void columns_##isa(const Product *p, const int64_t *row, const Acts *x, int first,      \
+                            int n) {                                                             \
+        const Format *f = p->w->format;                                                          \
+        const int s = f->scales, m = f->minima;                                                  \
+        if (n == 4) quantised_dot(&simd_##isa, f, false, s, m, p, row, x, first, 4);             \
+        else if (n == 3) quantised_dot(&simd_##isa, f, false, s, m, p, row, x, first, 3);        \
+        else quantised_dot(&simd_##isa, f, false, s, m, p, row, x, first, 2);                    \
+    }
 
 // One column, the case of decode, is compiled for each format
-#define DOT(isa, CALL, name, scales, minima)                                                     \
+#define DOT(isa, CALL, some, name, scales, minima)                                               \
     CALL void name##_dot_##isa(const Product *p, const int64_t *row, const Acts *x, int first,   \
                                int n) {                                                          \
-        if (n > 1) columns_simd(p, row, x, first, n);                                            \
+        if (n > 1) columns_##some(p, row, x, first, n);                                          \
         else quantised_dot(&simd_##isa, &formats[F_##name], true, scales, minima, p, row, x,     \
                            first, 1);                                                            \
     }
 #ifdef HAVE_X86
+SOME_COLUMNS(avx2, AVX2_CALL)
 #define DOTS(name) name##_dot_avx2, name##_dot_avx512
 #define X(name, id, block, bytes, offset, scales, minima, ...) \
-    DOT(avx2, AVX2_CALL, name, scales, minima)                 \
-    DOT(avx512, AVX512_CALL, name, scales, minima)
+    DOT(avx2, AVX2_CALL, avx2, name, scales, minima)           \
+    DOT(avx512, AVX512_CALL, avx2, name, scales, minima)
 #else
-#define DOTS(name) name##_dot_neon
+SOME_COLUMNS(neon, NEON_CALL)
+SOME_COLUMNS(sdot, NEON_CALL)
+#define DOTS(name) name##_dot_neon, name##_dot_sdot
 #define X(name, id, block, bytes, offset, scales, minima, ...) \
-    DOT(neon, NEON_CALL, name, scales, minima)
+    DOT(neon, NEON_CALL, neon, name, scales, minima)           \
+    DOT(sdot, NEON_CALL, sdot, name, scales, minima)
 #endif
 QUANTISED(X)
 #undef X
@@ -1613,12 +1679,14 @@ static void float_dot_c(const Product *p, const int64_t *row, const Acts *x, int
         if (n == 1) float_dot(&simd_##isa, f, 1, p, row, x, first);                              \
     }
 #ifdef HAVE_X86
+#define FLOAT_DOTS(name) DOTS(name)
 #define X(name, ...)                        \
     FLOAT_DOT(avx2, AVX2_CALL, false, name) \
     FLOAT_DOT(avx512, AVX512_CALL, true, name)
 FLOATS_AND_BIN(X)
 #undef X
 #elif defined(HAVE_NEON)
+#define FLOAT_DOTS(name) name##_dot_neon, name##_dot_neon
 #define X(name, ...) FLOAT_DOT(neon, NEON_CALL, false, name)
 FLOATS_AND_BIN(X)
 #undef X
@@ -1668,9 +1736,10 @@ QUANTISE(avx2, AVX2_CALL)
 QUANTISE(avx512, AVX512_CALL)
 #elif defined(HAVE_NEON)
 QUANTISE(neon, NEON_CALL)
+QUANTISE(sdot, NEON_CALL)
 #endif
 
-#ifdef SIMD
+#if defined(HAVE_X86) || defined(HAVE_NEON)
 // ---- panels: packing
 // The last weights of a row; what is past its end is for nobody
 static void last_weights(const Tensor *t, int64_t row, int64_t k, float w[8]) {
@@ -1703,17 +1772,20 @@ SIMD_CALL void float_pack(const Tensor *t, int64_t row, int64_t k, int len, int 
 }
 
 // Eight rows of n blocks
-SIMD_INLINE void groups_pack(const Format *f, const Group *g, int n, int block, int r, int rows,
-                             Panel *p) {
+SIMD_INLINE void groups_pack(bool quads, const Format *f, const Group *g, int n, int block, int r,
+                             int rows, Panel *p) {
     const V16h offset = (V16h){0} + (int16_t)f->offset;
+    const int steps = quads ? 8 : 16;
     float *s = p->s + block * 2 * rows + r, *m = p->m + block * 2 * rows + r;
     V8i v[8];
     for (int i = 0; i < n; i++) {
-        int16_t *q = p->q + ((block + i) * 16 * rows + r) * 2;
-        UNROLL for (int z = 0; z < 8; z++) v[z] = (V8i)(((V16h)g[z].u[i] & 255) - offset);
+        uint8_t *q = p->q + ((block + i) * steps * rows + r) * 4;
+        UNROLL for (int z = 0; z < 8; z++)
+            v[z] = quads ? (V8i)g[z].u[i] : (V8i)(((V16h)g[z].u[i] & 255) - offset);
         columns_store(v, q, rows);
+        if (quads) continue;
         UNROLL for (int z = 0; z < 8; z++) v[z] = (V8i)((V16h)((V16u)g[z].u[i] >> 8) - offset);
-        columns_store(v, q + 8 * rows * 2, rows);
+        columns_store(v, q + 8 * rows * 4, rows);
     }
     for (int i = 0; i < f->scales; i++, s += rows) {
         UNROLL for (int z = 0; z < 8; z++) v[z] = (V8i)g[z].s[i];
@@ -1725,8 +1797,8 @@ SIMD_INLINE void groups_pack(const Format *f, const Group *g, int n, int block, 
     }
 }
 
-SIMD_CALL void quantised_pack(const Tensor *t, int64_t row, int64_t k, int len, int rows,
-                              Panel *p) {
+SIMD_INLINE void quantised_pack(bool quads, const Tensor *t, int64_t row, int64_t k, int len,
+                                int rows, Panel *p) {
     const Format *f = t->format;
     const uint8_t *in = t->data + k / f->block * f->bytes;
     const int bytes = 256 / f->block * f->bytes;
@@ -1738,9 +1810,19 @@ SIMD_CALL void quantised_pack(const Tensor *t, int64_t row, int64_t k, int len, 
                 const uint8_t *at = in + (size_t)MIN(row + r + i, t->rows - 1) * t->stride;
                 f->open(t, group_pad(t, at, n, room), at, n, &g[i]);
             }
-            groups_pack(f, g, n, b, r, rows, p);
+            groups_pack(quads, f, g, n, b, r, rows, p);
         }
 }
+
+#define QUANTISED_PACK(how)                                                                      \
+    SIMD_CALL void how##_pack(const Tensor *t, int64_t row, int64_t k, int len, int rows,        \
+                              Panel *p) {                                                        \
+        quantised_pack(*#how == 'q', t, row, k, len, rows, p);                                   \
+    }
+QUANTISED_PACK(pairs)
+#ifdef HAVE_NEON
+QUANTISED_PACK(quads)
+#endif
 
 // ---- panels: tiles. A tile is the part of a panel's products that fits in registers: the rows of
 // the panel, side by side in a few registers, times a few columns, whose activations are broadcast.
@@ -1753,18 +1835,35 @@ SIMD_CALL void quantised_pack(const Tensor *t, int64_t row, int64_t k, int len, 
 TILE_TYPES(128)
 #define INLINE_128 NEON
 #define CALL_128 NEON_CALL
-typedef struct { int32x4_t half[2]; } S128; // of each row two sums, to be added
+typedef struct { int32x4_t half[2]; } S128; // of each row two sums: of pairs, or upper and lower
 enum { FLOAT_ROWS_128 = 16, FLOATS_128 = 5, INTEGER_ROWS_128 = 8, INTEGERS_128 = 5 };
 
 NEON F128 all_128(float x) { return vdupq_n_f32(x); }
 NEON F128 fma_128(F128 a, F128 b, F128 c) { return vfmaq_f32(c, a, b); }
-NEON S128 pairs_add_128(S128 s, W128 w, int32_t pair) {
-    const int16x4_t x = vreinterpret_s16_s32(vdup_n_s32(pair));
+NEON S128 pairs_mul_128(S128 s, W128 w, const uint8_t *in, int flip) {
+    const int16x4_t x = vreinterpret_s16_s32(vld1_dup_s32((const int32_t *)(const void *)in));
+    (void)flip;
     s.half[0] = vmlal_s16(s.half[0], vget_low_s16(w), x);
     s.half[1] = vmlal_s16(s.half[1], vget_high_s16(w), x);
     return s;
 }
-NEON F128 sums_128(S128 s) { return vcvtq_f32_s32(vpaddq_s32(s.half[0], s.half[1])); }
+NEON S128 quads_mul_128(S128 s, W128 w, const uint8_t *in, int flip) { // as sums_sdot
+    const int32_t *x = (const int32_t *)(const void *)in;
+    const uint8x16_t u = vreinterpretq_u8_s16(w);
+    const uint8x16_t upper = vreinterpretq_u8_s32(vld1q_dup_s32(x));
+    const uint8x16_t lower = vreinterpretq_u8_s32(vld1q_dup_s32(x + 16));
+    s.half[0] = sdot(s.half[0], veorq_u8(u, vdupq_n_u8((uint8_t)flip)), upper);
+    s.half[1] = udot(s.half[1], u, lower);
+    return s;
+}
+NEON F128 pairs_sums_128(S128 s, int32_t less) {
+    (void)less;
+    return vcvtq_f32_s32(vpaddq_s32(s.half[0], s.half[1]));
+}
+NEON F128 quads_sums_128(S128 s, int32_t less) {
+    const int32x4_t sum = vaddq_s32(vshlq_n_s32(s.half[0], 8), s.half[1]);
+    return vcvtq_f32_s32(vsubq_s32(sum, vdupq_n_s32(less)));
+}
 #else
 #define INLINE_256 AVX2
 #define INLINE_512 AVX512
@@ -1781,16 +1880,23 @@ INLINE_256 F256 all_256(float x) { return _mm256_set1_ps(x); }
 INLINE_512 F512 all_512(float x) { return _mm512_set1_ps(x); }
 INLINE_256 F256 fma_256(F256 a, F256 b, F256 c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE_512 F512 fma_512(F512 a, F512 b, F512 c) { return _mm512_fmadd_ps(a, b, c); }
-INLINE_256 S256 pairs_add_256(S256 s, W256 w, int32_t pair) { // s += both products of a pair
-    s = _mm256_add_epi32(s, _mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(pair)));
+INLINE int32_t word_at(const uint8_t *p) {
+    int32_t word;
+    memcpy(&word, p, 4);
+    return word;
+}
+INLINE_256 S256 pairs_mul_256(S256 s, W256 w, const uint8_t *in, int flip) {
+    (void)flip;
+    s = _mm256_add_epi32(s, _mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(word_at(in))));
     KEEP(s);
     return s;
 }
-INLINE_512 S512 pairs_add_512(S512 s, W512 w, int32_t pair) {
-    return _mm512_dpwssd_epi32(s, (__m512i)w, _mm512_set1_epi32(pair));
+INLINE_512 S512 pairs_mul_512(S512 s, W512 w, const uint8_t *in, int flip) {
+    (void)flip;
+    return _mm512_dpwssd_epi32(s, (__m512i)w, _mm512_set1_epi32(word_at(in)));
 }
-INLINE_256 F256 sums_256(S256 s) { return _mm256_cvtepi32_ps(s); }
-INLINE_512 F512 sums_512(S512 s) { return _mm512_cvtepi32_ps(s); }
+INLINE_256 F256 pairs_sums_256(S256 s, int32_t less) { return (void)less, _mm256_cvtepi32_ps(s); }
+INLINE_512 F512 pairs_sums_512(S512 s, int32_t less) { return (void)less, _mm512_cvtepi32_ps(s); }
 #endif
 
 // Floats: one lane after the other. x ends at its last column: what comes after is for nobody.
@@ -1824,11 +1930,28 @@ INLINE_512 F512 sums_512(S512 s) { return _mm512_cvtepi32_ps(s); }
         else floats_##bits(HALF, p, x, column, len, part);                                        \
     }
 
-// Integers: a pair of activations is broadcast and multiplied with the pairs of all rows. step_: a
-// block is done, lane += dx * scale * sum.
-#define QUANTISED_TILE(bits)                                                                      \
-    INLINE_##bits void step_##bits(int cols, int each, const F##bits *v, const float *scale,      \
-                                   const float *const *dx, int block, float *lane) {              \
+// Integers: a pair, or quad, of activations is broadcast and multiplied with those of all rows. The
+// weights of pairs have no offset any more; quads have: what is too much goes at the end.
+// end_: a block is done, lane += dx * scale * sum.
+enum { STEPS_pairs = 16, STEPS_quads = 8 }; // of a block
+INLINE const uint8_t *pairs_at(const Acts *x, int64_t row, int64_t block) {
+    return (const uint8_t *)(x->q + row * x->ldq + 32 * block);
+}
+INLINE int32_t pairs_less(const Format *f, int scales, const int32_t *sum, int64_t ldb) {
+    return (void)f, (void)scales, (void)sum, (void)ldb, 0;
+}
+#ifdef HAVE_NEON
+INLINE const uint8_t *quads_at(const Acts *x, int64_t row, int64_t block) {
+    return bytes_at(x, row, block);
+}
+INLINE int32_t quads_less(const Format *f, int scales, const int32_t *sum, int64_t ldb) {
+    return f->offset * (f->offset == 128 ? sum[2 * ldb] : scales == 1 ? *sum + sum[ldb] : *sum);
+}
+#endif
+
+#define QUANTISED_TILE(bits, how)                                                                 \
+    INLINE_##bits void how##_end_##bits(int cols, int each, const F##bits *v, const float *scale, \
+                                        const float *const *dx, int block, float *lane) {         \
         UNROLL for (int c = 0; c < cols; c++) {                                                   \
             const F##bits d = all_##bits(dx[c][block]), *s = (const F##bits *)scale;              \
             F##bits *l = (F##bits *)lane + c * each;                                              \
@@ -1836,40 +1959,43 @@ INLINE_512 F512 sums_512(S512 s) { return _mm512_cvtepi32_ps(s); }
                 l[i] = fma_##bits(d * s[i], v[c * each + i], l[i]);                               \
         }                                                                                         \
     }                                                                                             \
-    INLINE_##bits void blocks_##bits(int cols, int scales, int minima, const Panel *p,            \
-                                     const Acts *x, int column, int len, float *part) {           \
+    INLINE_##bits void how##_blocks_##bits(int cols, int scales, int minima, const Format *f,     \
+                                           const Panel *p, const Acts *x, int column, int len,    \
+                                           float *part) {                                         \
         enum { COLS = INTEGERS_##bits, ROWS = INTEGER_ROWS_##bits, EACH = ROWS * 32 / bits };     \
-        const int pairs = 8 / scales;                                                             \
-        const int16_t *q[COLS], *w = p->q;                                                        \
+        const int flip = f->offset == 128 ? 128 : 0;                                              \
+        const uint8_t *w = p->q;                                                                  \
         const float *dx[COLS];                                                                    \
         const int32_t *sum[COLS];                                                                 \
         F##bits v[COLS * EACH];                                                                   \
+        int64_t row[COLS];                                                                        \
         UNROLL for (int c = 0; c < cols; c++) {                                                   \
-            const int64_t at = MIN(column + c, x->n - 1); /* past the last: for nobody */         \
-            q[c] = x->q + at * x->ldq;                                                            \
-            dx[c] = x->dx + at * x->ldb;                                                          \
-            sum[c] = x->sum + 3 * at * x->ldb;                                                    \
+            row[c] = MIN(column + c, x->n - 1); /* past the last: for nobody */                   \
+            dx[c] = x->dx + row[c] * x->ldb;                                                      \
+            sum[c] = x->sum + 3 * row[c] * x->ldb;                                                \
         }                                                                                         \
-        for (int b = 0; b < len / 32; b++, w += 16 * ROWS * 2) {                                  \
+        for (int b = 0; b < len / 32; b++, w += STEPS_##how * ROWS * 4) {                         \
             float *lane = part + (column * LANES + b % LANES * COLS) * ROWS;                      \
-            UNROLL for (int h = 0; h < scales; h++) { /* pairs of a half: 0-3, 8-11; 4-7, 12-15 */\
+            const uint8_t *in[COLS];                                                              \
+            UNROLL for (int c = 0; c < cols; c++) in[c] = how##_at(x, row[c], b);                 \
+            UNROLL for (int h = 0; h < scales; h++) { /* of each eight steps, four are a half's */\
                 S##bits s[COLS][EACH];                                                            \
                 UNROLL for (int c = 0; c < cols; c++)                                             \
                     UNROLL for (int i = 0; i < EACH; i++) s[c][i] = (S##bits){0};                 \
-                UNROLL for (int z = 0; z < 2; z++)                                                \
-                    UNROLL for (int i = 0; i < pairs; i++) {                                      \
-                        const int pair = 8 * z + 4 * h + i;                                       \
-                        const W##bits *at = (const W##bits *)(w + pair * ROWS * 2);               \
-                        UNROLL for (int c = 0; c < cols; c++) {                                   \
-                            int32_t two;                                                          \
-                            memcpy(&two, q[c] + 2 * pair, 4);                                     \
+                UNROLL for (int z = 0; z < STEPS_##how; z += 8)                                   \
+                    UNROLL for (int i = 0; i < 8 / scales; i++) {                                 \
+                        const int step = z + 4 * h + i;                                           \
+                        const W##bits *at = (const W##bits *)(w + step * ROWS * 4);               \
+                        UNROLL for (int c = 0; c < cols; c++)                                     \
                             UNROLL for (int y = 0; y < EACH; y++)                                 \
-                                s[c][y] = pairs_add_##bits(s[c][y], at[y], two);                  \
-                        }                                                                         \
+                                s[c][y] = how##_mul_##bits(s[c][y], at[y], in[c] + 4 * step, flip); \
                     }                                                                             \
-                UNROLL for (int c = 0; c < cols; c++)                                             \
-                    UNROLL for (int i = 0; i < EACH; i++) v[c * EACH + i] = sums_##bits(s[c][i]); \
-                step_##bits(cols, EACH, v, p->s + (2 * b + h) * ROWS, dx, b, lane);               \
+                UNROLL for (int c = 0; c < cols; c++) {                                           \
+                    const int32_t less = how##_less(f, scales, sum[c] + b + h * x->ldb, x->ldb);  \
+                    UNROLL for (int i = 0; i < EACH; i++)                                         \
+                        v[c * EACH + i] = how##_sums_##bits(s[c][i], less);                       \
+                }                                                                                 \
+                how##_end_##bits(cols, EACH, v, p->s + (2 * b + h) * ROWS, dx, b, lane);          \
             }                                                                                     \
             UNROLL for (int h = 0; h < minima; h++) {                                             \
                 UNROLL for (int c = 0; c < cols; c++)                                             \
@@ -1877,32 +2003,39 @@ INLINE_512 F512 sums_512(S512 s) { return _mm512_cvtepi32_ps(s); }
                         v[c * EACH + i] = all_##bits(                                             \
                             (float)(minima == 2 ? sum[c][b + h * x->ldb]                          \
                                                 : sum[c][b] + sum[c][b + x->ldb]));               \
-                step_##bits(cols, EACH, v, p->m + (2 * b + h) * ROWS, dx, b, lane);               \
+                how##_end_##bits(cols, EACH, v, p->m + (2 * b + h) * ROWS, dx, b, lane);          \
             }                                                                                     \
-            UNROLL for (int c = 0; c < cols; c++) q[c] += 32;                                     \
         }                                                                                         \
     }                                                                                             \
-    INLINE_##bits void kinds_##bits(int cols, const Format *f, const Panel *p, const Acts *x,     \
-                                    int column, int len, float *part) {                           \
-        if (f->minima == 2) blocks_##bits(cols, 2, 2, p, x, column, len, part);                   \
-        else if (f->scales == 2) blocks_##bits(cols, 2, 0, p, x, column, len, part);              \
-        else if (f->minima) blocks_##bits(cols, 1, 1, p, x, column, len, part);                   \
-        else blocks_##bits(cols, 1, 0, p, x, column, len, part);                                  \
+    INLINE_##bits void how##_kinds_##bits(int cols, const Format *f, const Panel *p, const Acts *x,\
+                                          int column, int len, float *part) {                     \
+        if (f->minima == 2) how##_blocks_##bits(cols, 2, 2, f, p, x, column, len, part);          \
+        else if (f->scales == 2) how##_blocks_##bits(cols, 2, 0, f, p, x, column, len, part);     \
+        else if (f->minima) how##_blocks_##bits(cols, 1, 1, f, p, x, column, len, part);          \
+        else how##_blocks_##bits(cols, 1, 0, f, p, x, column, len, part);                         \
     }                                                                                             \
-    CALL_##bits void quantised_tile_##bits(const Format *f, const Panel *p, const Acts *x,        \
-                                           int column, int len, float *part) {                    \
+    CALL_##bits void how##_tile_##bits(const Format *f, const Panel *p, const Acts *x, int column,\
+                                       int len, float *part) {                                    \
         if (INTEGERS_##bits > 4 && x->n - column > 4)                                             \
-            kinds_##bits(INTEGERS_##bits, f, p, x, column, len, part);         \
-        else kinds_##bits(4, f, p, x, column, len, part);                                         \
+            how##_kinds_##bits(INTEGERS_##bits, f, p, x, column, len, part);                      \
+        else how##_kinds_##bits(4, f, p, x, column, len, part);                                   \
     }
 #ifdef HAVE_NEON
 FLOAT_TILE(128)
-QUANTISED_TILE(128)
+QUANTISED_TILE(128, pairs)
+QUANTISED_TILE(128, quads)
 #else
 FLOAT_TILE(256)
-QUANTISED_TILE(256)
+QUANTISED_TILE(256, pairs)
 FLOAT_TILE(512)
-QUANTISED_TILE(512)
+QUANTISED_TILE(512, pairs)
+#endif
+
+#define VECTOR(name) name
+#else
+#define VECTOR(name) NULL
+#define DOTS(name) NULL
+#define FLOAT_DOTS(name) NULL
 #endif
 
 // y = the folded lanes of n columns and so many rows of a panel; y += them, if more
@@ -1928,34 +2061,28 @@ SIMD_CALL void fold_panel(const float *part, int columns, int panel_rows, int n,
     }
 }
 
-#define VECTOR(name) name
-#else
-#define VECTOR(name) NULL
-#define DOTS(name) NULL
-#endif
-
 // ---- the tables
-#define PANELS(bits, above_floats, above_integers)                                                \
-    {{above_floats, FLOAT_ROWS_##bits, FLOATS_##bits, float_pack, float_tile_##bits, fold_panel}, \
-     {above_integers, INTEGER_ROWS_##bits, INTEGERS_##bits, quantised_pack,                       \
-      quantised_tile_##bits, fold_panel}}
+#define PANELS(bits, how, above_floats, above_integers)                                           \
+    {{above_floats, FLOAT_ROWS_##bits, FLOATS_##bits, float_pack, float_tile_##bits},             \
+     {above_integers, INTEGER_ROWS_##bits, INTEGERS_##bits, how##_pack, how##_tile_##bits}}
 static const struct {
     void (*quantise)(const Acts *a, int row, int64_t from, int64_t to);
     PanelKernels panel[2]; // of floats, of integers
 } kernels[ISA_COUNT] = {
     {quantise_c, {{.above = INT_MAX}, {.above = INT_MAX}}},
 #ifdef HAVE_X86
-    {quantise_avx2, PANELS(256, 16, 6)},
-    {quantise_avx512, PANELS(512, 12, 2)},
+    {quantise_avx2, PANELS(256, pairs, 16, 6)},
+    {quantise_avx512, PANELS(512, pairs, 12, 2)},
 #elif defined(HAVE_NEON)
-    {quantise_neon, PANELS(128, 12, 6)},
+    {quantise_neon, PANELS(128, pairs, 12, 6)},
+    {quantise_sdot, PANELS(128, quads, 12, 6)},
 #endif
 };
 
 static const Format formats[F_COUNT] = {
 #define X(name, id, size, value)                                                  \
     {#name, id, 1, size, false, 0, 1, 0, 0, -1, NULL, NULL, NULL, NULL, name##_expand, \
-     {float_dot_c, DOTS(name)}},
+     {float_dot_c, FLOAT_DOTS(name)}},
     FLOATS_AND_BIN(X)
 #undef X
 #define X(name, id, block, bytes, offset, scales, minima, bits, d_at, table, load)      \
@@ -1985,6 +2112,10 @@ static int isa_best(void) {
                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                        __builtin_cpu_supports("avx512vnni")
                    ? ISA_AVX512 : ISA_AVX2;
+#elif defined(__ARM_FEATURE_DOTPROD) || defined(HAVE_NEON) && defined(__APPLE__)
+    return ISA_SDOT;
+#elif defined(HAVE_NEON) && defined(__linux__)
+    return getauxval(AT_HWCAP) & HWCAP_ASIMDDP ? ISA_SDOT : ISA_NEON;
 #elif defined(HAVE_NEON)
     return ISA_NEON;
 #endif
@@ -2239,6 +2370,7 @@ static const VecOps vec_ops[ISA_COUNT] = {
     {narrow_avx2, sum_squares_avx512, exps_avx512, row_max_avx512, scores_avx512, mix_avx512},
 #elif defined(HAVE_NEON)
     {narrow_neon, sum_squares_neon, exps_neon, row_max_neon, scores_neon, mix_neon},
+    {narrow_neon, sum_squares_neon, exps_neon, row_max_neon, scores_neon, mix_neon},
 #endif
 };
 /* ------------------------------------------------------------------------------------------------
@@ -2385,7 +2517,7 @@ static void product_panels(const Worker *w, const Acts *x, const Product *p, lon
                         k->tile(t->format, &s->panel[(at - from) / step], &x_part, i,
                                 (int)MIN(step, to - at), part);
                 }
-                if (end) k->fold(part, k->columns, k->rows, near, rows, !quantised && from,
+                if (end) fold_panel(part, k->columns, k->rows, near, rows, !quantised && from,
                                  p->y + (first + c) * p->ldy + row, p->ldy);
             }
         }

@@ -821,8 +821,8 @@ static Tensor kernel_tensor(const Format *f, int64_t rows, int64_t cols, uint64_
     return t;
 }
 
-// Plain C's product and sum rounds once, as fmaf() does: any bits; sums that are halfway between two
-// floats, or miss it by 2^-46 of the product; and what is too small for a float
+// Plain C's product and sum rounds once, as fmaf() does: any bits; sums halfway between two floats,
+// or 2^-46 of the product beside; and what is too small for a float
 static void test_fma(void) {
     uint64_t rng = 7;
     int bad = 0, halfway = 0;
