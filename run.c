@@ -930,8 +930,8 @@ typedef struct {
 } Simd;
 
 // Where fmaf() would be a slow call: the product is exact in double, the sum rounded there.
-// Rounding again, to float, is wrong only where the sum is now halfway between two floats and was not: then
-// it goes back by a last bit, to its side.
+// Rounding again, to float, is wrong only where the sum became halfway between two floats: then it
+// goes back by a last bit, to the side it was on.
 static float fma_one(float a, float b, float c) {
     if (FMA_IS_FAST) return fmaf(a, b, c);
     const double product = (double)a * b, sum = product + c;
@@ -1988,7 +1988,7 @@ INLINE int32_t quads_less(const Format *f, int scales, const int32_t *sum, int64
                         const W##bits *at = (const W##bits *)(w + step * ROWS * 4);               \
                         UNROLL for (int c = 0; c < cols; c++)                                     \
                             UNROLL for (int y = 0; y < EACH; y++)                                 \
-                                s[c][y] = how##_mul_##bits(s[c][y], at[y], in[c] + 4 * step, flip); \
+                                s[c][y] = how##_mul_##bits(s[c][y], at[y], in[c] + 4 * step, flip);\
                     }                                                                             \
                 UNROLL for (int c = 0; c < cols; c++) {                                           \
                     const int32_t less = how##_less(f, scales, sum[c] + b + h * x->ldb, x->ldb);  \
