@@ -4990,16 +4990,14 @@ static int sample(Sampler *s, float *logits, int n, const int *recent, int n_rec
  * The cache is reserved at once but touched only as positions are used, so a large -c costs address
  * space, not memory.
  */
-static void session_cache(Session *s) {
-    const Model *m = s->model;
-    const double per_position = (double)cache_bytes_per_token(m, s->half), most = memory_size();
-    if (per_position * (double)kv_room(s) > most)
+static void session_cache(Session *s, size_t kv) { // floats of the widest layer's keys
+    const double bytes = (double)cache_bytes_per_token(s->model, s->half) * (double)kv_room(s);
+    const double most = memory_size();
+    if (bytes > most)
         die("the cache for %d positions takes %.1f GB, this machine has %.1f: use a smaller -c",
-            s->seq_len, per_position * (double)kv_room(s) / 1e9, most / 1e9);
-    for (const Layer *l = m->layers; l < m->layers + m->config.n_layers; l++)
-        s->slot_bytes = MAX(s->slot_bytes, (size_t)l->n_kv_heads * (size_t)l->head_size);
-    s->slot_bytes *= 2 * (size_t)kv_room(s) * (s->half ? 2 : 4); // keys and values
-    s->cache = xalloc(s->slot_bytes, (size_t)m->config.n_layers);
+            s->seq_len, bytes / 1e9, most / 1e9);
+    s->slot_bytes = 2 * kv * (size_t)kv_room(s) * (s->half ? 2 : 4); // keys and values
+    s->cache = xalloc(s->slot_bytes, (size_t)s->model->config.n_layers);
 }
 
 // One thread for each core that the process may use; a model so small that threads would mostly
@@ -5011,18 +5009,18 @@ static int default_threads(const Model *m) { return m->weight_bytes < 16000000 ?
 static Session *session_new(const Model *m, int seq_len, int chunk, bool half, int threads,
                             int logit_rows) {
     const Config *c = &m->config;
-    Session *s = aligned_alloc(64, (sizeof *s + 63) / 64 * 64);
+    Session *s = aligned_alloc(64, sizeof *s);
     if (!s) die("out of memory: %zu bytes", sizeof *s);
     memset(s, 0, sizeof *s);
     s->model = m, s->seq_len = seq_len, s->chunk = MIN(chunk, seq_len), s->half = half;
     s->team = (Team){.n = threads, .isa = isa_best()}, s->logit_rows = MIN(logit_rows, s->chunk);
-    session_cache(s);
     size_t n = (size_t)s->chunk, heads = 0, kv = 0, hidden = 0, dim = (size_t)c->dim;
     for (const Layer *l = m->layers; l < m->layers + c->n_layers; l++) {
         heads = MAX(heads, (size_t)l->n_heads * (size_t)l->head_size);
         kv = MAX(kv, (size_t)l->n_kv_heads * (size_t)l->head_size);
         hidden = MAX(hidden, (size_t)l->hidden_dim);
     }
+    session_cache(s, kv);
     size_t pairs = n * (size_t)c->n_used, expert = (size_t)c->expert_dim;
     size_t acts = acts_bytes(s->chunk, (int64_t)MAX(MAX(heads, hidden), dim));
     size_t pair_acts = c->n_experts ? MAX(acts, acts_bytes((int)pairs, (int64_t)MAX(dim, expert)))
@@ -5097,20 +5095,6 @@ static float *session_sync(Session *s, const int *ids, int n, bool progress) {
     }
     if (shown) fprintf(stderr, "\r%40s\r", "");
     return s->n_tokens == n ? logits : NULL;
-}
-
-// ---- speed, prompt and generation apart
-typedef struct { double prompt_s, reply_s; int64_t prompt, reply; } Stats;
-
-static double rate(double amount, double seconds) { return seconds > 1e-9 ? amount / seconds : 0; }
-
-static void stats_print(const Stats *t, const Model *m) {
-    double speed = rate((double)t->reply, t->reply_s);
-    fprintf(stderr,
-            "achieved tok/s: %.2f (%" PRId64 " tokens, %.2f GB/s; prompt %" PRId64
-            " tokens, %.2f tok/s)\n",
-            speed, t->reply, speed * (double)m->weight_bytes / 1e9, t->prompt,
-            rate((double)t->prompt, t->prompt_s));
 }
 /* ------------------------------------------------------------------------------------------------
  * Chapter 12. Manners
@@ -5246,8 +5230,7 @@ typedef struct {
 } Form;
 
 static bool span_starts(Span s, const char *word) {
-    size_t n = strlen(word);
-    return s.n >= n && !memcmp(s.p, word, n);
+    return span_at(s, 0, (Span){word, strlen(word)});
 }
 
 static const char *span_find(Span s, const char *word) { // NULL: it is not there
@@ -5257,7 +5240,6 @@ static const char *span_find(Span s, const char *word) { // NULL: it is not ther
     return NULL;
 }
 
-static bool span_has(Span s, const char *word) { return span_find(s, word) != NULL; }
 static Span span_from(Span s, const char *p) { return (Span){p, (size_t)(s.p + s.n - p)}; }
 
 // Bytes at the end of s with which `word` begins.
@@ -5291,7 +5273,7 @@ static const Template *template_find(Span file) { // the row for a template text
     for (const Template *t = templates; t < templates + COUNT(templates); t++) {
         bool fits = t->mark[0] != NULL;
         for (int k = 0; k < COUNT(t->mark) && t->mark[k]; k++)
-            fits &= span_has(file, t->mark[k] + (*t->mark[k] == '!')) == (*t->mark[k] != '!');
+            fits &= !span_find(file, t->mark[k] + (*t->mark[k] == '!')) == (*t->mark[k] == '!');
         if (fits) return t;
     }
     return NULL;
@@ -5311,22 +5293,22 @@ static void render_date(Rendering *r, const Form *f, Span format) {
     render_bytes(r, (Span){date, strftime(date, sizeof date, pattern, &f->date)}, false);
 }
 
-enum { FRONT, BACK }; // the part of a form before its {}, or all of it if it has none; that behind
-
-static void render_form(Rendering *r, const Form *f, const char *form, int part) {
-    const char *gap = strstr(form, "{}"), *end = gap && part == FRONT ? gap : form + strlen(form);
-    if (part == BACK) form = gap + 2;
-    for (const char *brace; (brace = memchr(form, '{', (size_t)(end - form)));) {
-        render_bytes(r, (Span){form, (size_t)(brace - form)}, false);
-        Span word = {brace + 1, strcspn(brace + 1, "}")};
-        form = word.p + word.n + 1;
+// A form up to its {}, or all of it where it has none; gives what is left.
+static const char *render_form(Rendering *r, const Form *f, const char *form) {
+    for (;; form++) {
+        size_t n = strcspn(form, "{");
+        render_bytes(r, (Span){form, n}, false);
+        form += n;
+        if (!*form) return form;
+        Span word = {form + 1, strcspn(form + 1, "}")};
+        form += 1 + word.n;
+        if (!word.n) return form + 1;
         int id = span_is(word, "bos") ? f->v->bos : span_is(word, "eos") ? f->v->eos : NO_TOKEN;
         if (id >= 0) render_bytes(r, f->v->text[id], false);
         else if (span_starts(word, "date ")) render_date(r, f, span_from(word, word.p + 5));
         else if (*word.p == (f->think ? '+' : '-'))
             render_bytes(r, span_from(word, word.p + 1), false);
     }
-    render_bytes(r, (Span){form, (size_t)(end - form)}, false);
 }
 
 static void rendering_free(Rendering *r) { str_free(&r->text), str_free(&r->typed); }
@@ -5371,7 +5353,7 @@ static void form_preset(Form *f) {
     Rendering r = {0};
     Span text = {0}, file = str_span(&f->file);
     if (t->preset) {
-        render_form(&r, f, t->preset, FRONT);
+        render_form(&r, f, t->preset);
         if (f->think) text = span_between(file, t->more[0], t->more[1]);
     } else {
         text = span_between(file, "default_system_message = '", "' %}");
@@ -5479,9 +5461,9 @@ static Span message_text(const Template *t, const Message *m) {
 
 static void render_system(Rendering *r, const Form *f, Span text, bool typed) {
     if (!text.p) return;                // not even a preset
-    render_form(r, f, f->t->system, FRONT);
+    const char *rest = render_form(r, f, f->t->system);
     render_bytes(r, text, typed);
-    render_form(r, f, f->t->system, BACK);
+    render_form(r, f, rest);
 }
 
 // The conversation without the `skip` messages that follow the system message, ending where the
@@ -5496,22 +5478,21 @@ static Rendering render(const Form *f, const Conversation *c, int skip) {
     if (typed) system = given;
     from += skip;
     int place = t->rules & IN_FIRST ? from : t->rules & IN_LAST ? c->n - 1 : -1;
-    bool bos = t->rules & BOS || span_has(str_span(&f->file), "bos_token");
-    render_form(&r, f, t->start ? t->start : bos ? "{bos}" : "", FRONT);
+    bool bos = t->rules & BOS || span_find(str_span(&f->file), "bos_token");
+    render_form(&r, f, t->start ? t->start : bos ? "{bos}" : "");
     if (place < 0) render_system(&r, f, system, typed);
     for (int i = from; i < c->n; i++) {
-        const char *form = c->p[i].role == USER ? t->user : t->reply;
+        const char *rest = render_form(&r, f, c->p[i].role == USER ? t->user : t->reply);
         Span text = message_text(t, &c->p[i]);
-        render_form(&r, f, form, FRONT);
         if (i == place) render_system(&r, f, system, typed);
         if (i == place && system.p && t->rules & TRIM_JOINT) {
             text = (Span){c->p[i].text.p, (size_t)(text.p + text.n - c->p[i].text.p)};
             if (!text.n) r.text.n = r.typed.n = span_trim(str_span(&r.text)).n;
         }
         render_bytes(&r, text, true);
-        render_form(&r, f, form, BACK);
+        render_form(&r, f, rest);
     }
-    render_form(&r, f, t->ask ? t->ask : t->reply, FRONT);
+    render_form(&r, f, t->ask ? t->ask : t->reply);
     if (!t->ask && r.text.p[r.text.n - 1] == ' ') r.text.n--, r.typed.n--;
     return r;
 }
@@ -5664,9 +5645,9 @@ static Session *start_session(const Options *o, const Model *m, int64_t position
                        logit_rows);
 }
 
-// Positions of the cache: -c, or the file's context, at most 4,096 unless more are wanted.
-static int64_t context_size(const Options *o, const Model *m, int64_t wanted) {
-    if (!o->context) return MIN(m->config.seq_len, MAX(DEFAULT_CONTEXT, wanted));
+// Positions of the cache: -c, or `usual` where the model was trained for so many.
+static int64_t context_size(const Options *o, const Model *m, int64_t usual) {
+    if (!o->context) return MIN(m->config.seq_len, usual);
     if (o->context > m->config.seq_len)
         note(o, "-c %.0f is more than the %d positions the model was trained for", o->context,
              m->config.seq_len);
@@ -5710,17 +5691,17 @@ typedef struct {
     const Model *m;
     Session *s;
     Sampler sampler;
-    Stats stats;
     Ids ids;                            // what the model has read and said
     int64_t limit;                      // positions they may fill
     Form form;                          // of a chat, else form.t is NULL
     Conversation talk;                  // of a chat
     // tokens on their way to stdout
     Stream stream;
-    Str piece, reply;                   // reply: all that came, behind `seed` bytes of the prompt
-    size_t seed, thought, said;         // thinking and answer that were given out, in bytes
-    bool answers;                       // thinking, if any was shown, is closed
+    Str reply;                          // of a chat: all that came behind the prompt's last bytes,
+    size_t seed, thought, said;         // `seed` of them; thinking and answer given out, in bytes
     int prev;
+    double prompt_s, reply_s;           // seconds, and tokens that were read and made in them
+    int64_t prompt, made;
 } Speaker;
 
 static Speaker speaker_new(const Options *o, const Model *m, int64_t positions, bool chat) {
@@ -5743,8 +5724,7 @@ static void speaker_reply(Speaker *s, bool end) {
         s->thought = p.thought.n;
     }
     if (!p.answer.p) return;
-    if (s->thought && !s->answers) speaker_put(s, SPAN("</think>"));
-    s->answers = true;
+    if (s->thought && !s->said && (p.answer.n || end)) speaker_put(s, SPAN("</think>"));
     s->stream.n_stops = s->o->n_stops;  // in thinking they do not count
     while (!show && p.thought.n && p.answer.n && is_blank(*p.answer.p))
         p.answer.p++, p.answer.n--;     // between hidden thinking and the answer
@@ -5755,18 +5735,17 @@ static void speaker_reply(Speaker *s, bool end) {
 static void speaker_say(Speaker *s, int id) {
     const Vocab *v = &s->m->vocab;
     const Template *t = s->form.t;
-    s->piece.n = 0;
-    tok_piece(v, id, s->prev, &s->piece);
+    size_t before = s->reply.n = t ? s->reply.n : 0;
+    tok_piece(v, id, s->prev, &s->reply);
     s->prev = id;
-    if (!t) speaker_put(s, str_span(&s->piece));
-    if (!t) return;
-    if (!s->piece.n && id < v->size) {  // a control token is part of marks or of nothing
-        str_add(&s->piece, v->text[id].p, v->text[id].n);
-        if (!strstr(think_mark(t, 0), s->piece.p) && !strstr(think_mark(t, 1), s->piece.p))
-            s->piece.n = 0;
+    if (t && s->reply.n == before && id < v->size) { // control: a part of marks or of nothing
+        str_add(&s->reply, v->text[id].p, v->text[id].n);
+        const char *text = s->reply.p + before;
+        if (!strstr(think_mark(t, 0), text) && !strstr(think_mark(t, 1), text))
+            s->reply.n = before;
     }
-    str_add(&s->reply, s->piece.p, s->piece.n);
-    speaker_reply(s, false);
+    if (t) speaker_reply(s, false);
+    else speaker_put(s, str_span(&s->reply));
 }
 
 // Samples and shows tokens until an end token, a stop string, Ctrl-C, or `limit` tokens in all;
@@ -5774,27 +5753,36 @@ static void speaker_say(Speaker *s, int id) {
 static void speak(Speaker *s) {
     const Vocab *v = &s->m->vocab;
     Ids *ids = &s->ids;
-    Stats *stats = &s->stats;
     int64_t fed = s->s->fed, before = (int64_t)ids->n;
     double start = now();
-    float *logits = NULL;
-    if (before < s->limit) logits = session_sync(s->s, ids->p, (int)before, shows_progress(s->o));
-    stats->prompt += s->s->fed - fed, stats->prompt_s += now() - start, start = now();
     // ids that may be sampled: embedding rows beyond the tokenizer's entries mean nothing
     int n = MIN(v->size ? v->size : INT_MAX, s->m->config.vocab_size);
-    while (logits && (int64_t)ids->n < s->limit && !interrupted && !s->stream.stopped) {
+    while ((int64_t)ids->n < s->limit && !s->stream.stopped) {
+        float *logits = session_sync(s->s, ids->p, (int)ids->n, shows_progress(s->o));
+        if ((int64_t)ids->n == before)
+            s->prompt += s->s->fed - fed, s->prompt_s += now() - start, start = now();
+        if (!logits || interrupted) break;
         int next = sample(&s->sampler, logits, n, ids->p, (int)ids->n);
         // generate on a .bin ends at BOS alone, as llama2.c
         if (s->form.t || s->m->gguf ? next < v->size && v->stop[next] : next == v->bos) break;
         ids_add(ids, next);
         speaker_say(s, next);
-        if ((int64_t)ids->n < s->limit && !s->stream.stopped)
-            logits = session_sync(s->s, ids->p, (int)ids->n, false);
     }
-    stats->reply += (int64_t)ids->n - before, stats->reply_s += now() - start;
+    s->made += (int64_t)ids->n - before, s->reply_s += now() - start;
     if (s->form.t) speaker_reply(s, true);
     put(stream_flush(&s->stream));
     put(SPAN("\n"));
+}
+
+static double rate(double amount, double seconds) { return seconds > 1e-9 ? amount / seconds : 0; }
+
+static void speaker_stats(const Speaker *s) {
+    double speed = rate((double)s->made, s->reply_s), read = rate((double)s->prompt, s->prompt_s);
+    if (s->o->quiet || !s->made) return;
+    fprintf(stderr,
+            "achieved tok/s: %.2f (%" PRId64 " tokens, %.2f GB/s; prompt %" PRId64
+            " tokens, %.2f tok/s)\n",
+            speed, s->made, speed * (double)s->m->weight_bytes / 1e9, s->prompt, read);
 }
 
 static void cmd_generate(const Options *o, const Model *m) {
@@ -5803,7 +5791,8 @@ static void cmd_generate(const Options *o, const Model *m) {
     int64_t prompt = (int64_t)ids.n, steps = INT_MAX; // -n 0: as far as the context goes
     if (isnan(o->steps)) steps = prompt < DEFAULT_STEPS ? DEFAULT_STEPS : prompt + DEFAULT_STEPS;
     else if (o->steps > 0) steps = (int64_t)o->steps;
-    int64_t context = context_size(o, m, steps < INT_MAX ? steps : prompt);
+    int64_t wanted = steps < INT_MAX ? steps : prompt;
+    int64_t context = context_size(o, m, MAX(DEFAULT_CONTEXT, wanted));
     if (MIN(prompt, steps) > context)
         die("the prompt has %" PRId64 " tokens, the context %" PRId64
             " positions (-c N makes it larger)", prompt, context);
@@ -5819,23 +5808,21 @@ static void cmd_generate(const Options *o, const Model *m) {
         speaker_say(&s, ids.p[i]);
     s.stream.n_stops = o->n_stops;      // in a prompt that is repeated they do not count
     speak(&s);
-    if (!o->quiet && s.stats.reply) stats_print(&s.stats, m);
+    speaker_stats(&s);
 }
 
 // ---- chat
 // One line of stdin; at a terminal a backslash at its end goes on in the next. False at the end.
 static bool read_line(Str *line, bool terminal) {
     line->n = 0;
-    bool any = false;
     for (int c; (c = getc(stdin)) != EOF;) {
-        any = true;
         if (c != '\n') { str_add(line, &(char){(char)c}, 1); continue; }
         if (line->n && line->p[line->n - 1] == '\r') line->n--;
         if (!terminal || !line->n || line->p[line->n - 1] != '\\') return true;
         line->p[line->n - 1] = '\n';
     }
     if (ferror(stdin) && !interrupted) die("stdin: cannot read: %s", strerror(errno));
-    return any && !interrupted;
+    return line->n && !interrupted;
 }
 
 static void show_prompt(const Vocab *v, const Ids *ids) { // what the model has been given so far
@@ -5893,7 +5880,7 @@ static Span chat_text(const Speaker *s) {
 static void chat_reply(Speaker *s) {
     stream_free(&s->stream);
     s->stream = (Stream){.stops = s->o->stops, .terminal = s->stream.terminal};
-    s->reply.n = s->thought = s->said = 0, s->answers = false, s->prev = NO_TOKEN;
+    s->reply.n = s->thought = s->said = 0, s->prev = NO_TOKEN;
     str_add(&s->reply, think_mark(s->form.t, 0), s->seed);
     speak(s);
     if ((int64_t)s->ids.n == s->limit)
@@ -5906,7 +5893,7 @@ static void cmd_chat(const Options *o, const Model *m) {
     const Template *t = o->template ? template_named(o->template) : template_of(m, o->quiet);
     if ((o->think == THINK_ON || o->think == THINK_OFF) && !(t->rules & (SWITCH_ON | SWITCH_OFF)))
         note(o, "--think: the chat form `%s` has no switch for thinking", t->name);
-    int64_t context = context_size(o, m, (int64_t)MAX(o->steps, 0));
+    int64_t context = context_size(o, m, (int64_t)MAX(DEFAULT_CONTEXT, o->steps));
     Speaker s = speaker_new(o, m, o->steps > 0 ? MIN((int64_t)o->steps, context) : context, true);
     s.form = form_new(t, &m->vocab, m->chat_template, o->think, o->date);
     if (o->system) message_add(&s.talk, SYSTEM, (Span){o->system, strlen(o->system)});
@@ -5916,17 +5903,16 @@ static void cmd_chat(const Options *o, const Model *m) {
     for (;; first = false) {
         if (!first && terminal) put(SPAN("User: "));
         if (!first && !read_line(&line, terminal)) break;
-        interrupt_arm();
         if (span_trim(str_span(&line)).n == 0) continue;
         message_add(&s.talk, USER, str_span(&line));
         if (!chat_prompt(&s)) continue;
         if (o->show_prompt) show_prompt(&m->vocab, &s.ids);
         if (terminal) put(SPAN("Assistant: "));
         chat_reply(&s);
-        if (interrupted) interrupt_arm();
+        interrupt_arm();
     }
     if (terminal) put(SPAN("\n"));
-    if (!o->quiet && s.stats.reply) stats_print(&s.stats, m);
+    speaker_stats(&s);
 }
 
 // ---- tokenize
@@ -5961,7 +5947,7 @@ static double score_nll(const VecOps *ops, float *logits, int n, int id) {
 static void cmd_score(const Options *o, const Model *m) {
     Ids ids = input_ids(o, m);
     int64_t n = (int64_t)ids.n, size = n, counted = 0;
-    int64_t context = o->context ? context_size(o, m, 0) : MIN(SCORE_PIECE, m->config.seq_len);
+    int64_t context = context_size(o, m, SCORE_PIECE);
     bool pieces = n > context, bos = m->vocab.add_bos && m->vocab.bos >= 0 && !o->no_bos && !o->ids;
     if (n < 2) die("score: the text has %zu tokens, at least 2 are needed", ids.n);
     if (pieces && o->logits)
@@ -6009,7 +5995,7 @@ static void cmd_score(const Options *o, const Model *m) {
 static void cmd_bench(const Options *o, const Model *m) {
     static const struct { const char *phase; int tokens, depth; } phases[] = {
         {"prefill", 512, 0}, {"decode", 64, 0}, {"decode", 64, 512}, {"decode", 64, 4096}};
-    int room = o->context ? (int)context_size(o, m, 0) : MIN(m->config.seq_len, 4096 + 64);
+    int room = (int)context_size(o, m, 4096 + 64);
     Session *s = start_session(o, m, room, 1);
     uint64_t rng = 42;
     int *ids = xalloc((size_t)room, sizeof *ids);
