@@ -3448,7 +3448,7 @@ typedef struct {
     float *logits;                      // (logit_rows, vocab_size)
     int logit_rows;
     uint8_t *acts;                      // activations in front of a matrix, chapter 3
-    uint8_t *pair_acts;                 // the same for all pairs; without experts, acts itself
+    uint8_t *pair_acts;                 // the same for all pairs, or for the hidden of dense rows
     float *scores;                      // per worker, (QUERY_TILE, seq_len rounded up to blocks)
     uint8_t *memory;                    // all of these but the cache lie in here
     float *trace; // tests only: residual after each layer, (layers, chunk, dim)
@@ -5000,10 +5000,6 @@ static void session_cache(Session *s, size_t kv) { // floats of the widest layer
     s->cache = xalloc(s->slot_bytes, (size_t)s->model->config.n_layers);
 }
 
-// One thread for each core that the process may use; a model so small that threads would mostly
-// wait for each other gets one.
-static int default_threads(const Model *m) { return m->weight_bytes < 16000000 ? 1 : core_count(); }
-
 // A session of seq_len positions; logits for `logit_rows` rows at once. All scratch is one piece of
 // memory, of which the system gives a page when it is first touched.
 static Session *session_new(const Model *m, int seq_len, int chunk, bool half, int threads,
@@ -5023,8 +5019,7 @@ static Session *session_new(const Model *m, int seq_len, int chunk, bool half, i
     session_cache(s, kv);
     size_t pairs = n * (size_t)c->n_used, expert = (size_t)c->expert_dim;
     size_t acts = acts_bytes(s->chunk, (int64_t)MAX(MAX(heads, hidden), dim));
-    size_t pair_acts = c->n_experts ? MAX(acts, acts_bytes((int)pairs, (int64_t)MAX(dim, expert)))
-                                    : 0;
+    size_t pair_acts = MAX(acts, acts_bytes((int)pairs, (int64_t)MAX(dim, expert)));
     const struct { void *field; size_t bytes;
     } parts_of_it[] = {
         {&s->tokens, (size_t)seq_len * sizeof(int)},
@@ -5058,7 +5053,6 @@ static Session *session_new(const Model *m, int seq_len, int chunk, bool half, i
         memcpy(parts_of_it[i].field, &at, sizeof at);
         at += (parts_of_it[i].bytes + 63) / 64 * 64;
     }
-    if (!c->n_experts) s->pair_acts = s->acts;
     for (int i = 0; i < threads; i++)
         s->worker[i] = (Worker){&s->team, i, s->worker[0].scratch + (size_t)i * matmul_scratch()};
     return s;
@@ -5075,8 +5069,8 @@ static float *session_feed(Session *s, const int *ids, int n, int want) {
     return forward(s, n, want);
 }
 
-// Makes the session hold exactly these n tokens, 1 <= n <= seq_len, and gives the logits after the
-// last one; NULL if Ctrl-C came in between. Shows its progress where stderr is a terminal.
+// Makes the session hold exactly these n tokens, n <= seq_len, and gives the logits after the last
+// one; NULL if there is none or Ctrl-C came in between. `progress` goes to stderr.
 static float *session_sync(Session *s, const int *ids, int n, bool progress) {
     int common = 0;
     while (common < s->n_tokens && common < n - 1 && s->tokens[common] == ids[common]) common++;
@@ -5287,12 +5281,6 @@ static void render_bytes(Rendering *r, Span s, bool typed) {
     for (size_t i = 0; i < s.n; i++) str_add(&r->typed, typed ? "\1" : "\0", 1);
 }
 
-static void render_date(Rendering *r, const Form *f, Span format) {
-    char pattern[32], date[64];
-    snprintf(pattern, sizeof pattern, "%.*s", (int)format.n, format.p);
-    render_bytes(r, (Span){date, strftime(date, sizeof date, pattern, &f->date)}, false);
-}
-
 // A form up to its {}, or all of it where it has none; gives what is left.
 static const char *render_form(Rendering *r, const Form *f, const char *form) {
     for (;; form++) {
@@ -5305,18 +5293,19 @@ static const char *render_form(Rendering *r, const Form *f, const char *form) {
         if (!word.n) return form + 1;
         int id = span_is(word, "bos") ? f->v->bos : span_is(word, "eos") ? f->v->eos : NO_TOKEN;
         if (id >= 0) render_bytes(r, f->v->text[id], false);
-        else if (span_starts(word, "date ")) render_date(r, f, span_from(word, word.p + 5));
-        else if (*word.p == (f->think ? '+' : '-'))
+        else if (span_starts(word, "date ")) {
+            char format[32], date[64];
+            snprintf(format, sizeof format, "%.*s", (int)word.n - 5, word.p + 5);
+            render_bytes(r, (Span){date, strftime(date, sizeof date, format, &f->date)}, false);
+        } else if (*word.p == (f->think ? '+' : '-'))
             render_bytes(r, span_from(word, word.p + 1), false);
     }
 }
 
 static void rendering_free(Rendering *r) { str_free(&r->text), str_free(&r->typed); }
 
-static bool is_blank(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
-
 static bool is_white(uint32_t c) { // what the reference's strip() takes away
-    return (c < 128 && is_blank((char)c)) || (c >= 0x1C && c <= 0x1F) || c == 0x85 || c == 0xA0
+    return (c < 128 && isspace((int)c)) || (c >= 0x1C && c <= 0x1F) || c == 0x85 || c == 0xA0
            || c == 0x1680 || (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029
            || c == 0x202F || c == 0x205F || c == 0x3000;
 }
@@ -5365,7 +5354,7 @@ static void form_preset(Form *f) {
     const char *today = "\" + today + \"", *found = span_find(text, today);
     if (found) {
         render_bytes(&r, (Span){text.p, (size_t)(found - text.p)}, false);
-        render_date(&r, f, SPAN("%Y-%m-%d"));
+        render_form(&r, f, "{date %Y-%m-%d}");
         text = span_from(text, found + strlen(today));
     }
     if (text.p) render_bytes(&r, text, false);
@@ -5432,7 +5421,7 @@ typedef struct { Span thought, answer; } Parts;
 static Parts reply_parts(const Template *t, Span reply, size_t seed, bool end) {
     const char *open = think_mark(t, 0), *close = think_mark(t, 1);
     Span text = reply;
-    while (text.n && is_blank(*text.p)) text.p++, text.n--;
+    while (text.n && isspace((uint8_t)*text.p)) text.p++, text.n--;
     bool maybe = !strncmp(text.p, open, text.n) || !strncmp(text.p, close, text.n);
     if (span_starts(text, open)) text = span_from(text, text.p + strlen(open));
     else if (maybe && !end) return (Parts){0};
@@ -5471,11 +5460,10 @@ static void render_system(Rendering *r, const Form *f, Span text, bool typed) {
 static Rendering render(const Form *f, const Conversation *c, int skip) {
     const Template *t = f->t;
     Rendering r = {0};
-    Span system = str_span(&f->preset), given = {0};
+    Span system = str_span(&f->preset);
     int from = c->n && c->p[0].role == SYSTEM;
-    if (from) given = message_text(t, &c->p[0]);
-    bool typed = given.n || (from && !(t->rules & EMPTY_IS_NONE));
-    if (typed) system = given;
+    bool typed = from && (message_text(t, c->p).n || !(t->rules & EMPTY_IS_NONE));
+    if (typed) system = message_text(t, c->p);
     from += skip;
     int place = t->rules & IN_FIRST ? from : t->rules & IN_LAST ? c->n - 1 : -1;
     bool bos = t->rules & BOS || span_find(str_span(&f->file), "bos_token");
@@ -5595,9 +5583,8 @@ static Ids input_ids(const Options *o, const Model *m) {
     int limit = MAX(m->config.vocab_size, m->vocab.size);
     for (const char *p = list.p, *end = list.p + list.n; p < end;) {
         char *stop;
-        errno = 0;
-        long id = strtol(p, &stop, 10);
-        if (stop == p || errno || (stop < end && !is_blank(*stop)) || id < 0 || id >= limit)
+        long id = strtol(p, &stop, 10); // what is too large is limit or more, too
+        if (stop == p || (stop < end && !isspace((uint8_t)*stop)) || id < 0 || id >= limit)
             die("--ids: byte %td: `%.20s`, expected a token id from 0 to %d", p - text.p, p,
                 limit - 1);
         ids_add(&ids, (int)id), p = stop;
@@ -5621,8 +5608,8 @@ static void put(Span s) {
     if (s.n) fwrite(s.p, 1, s.n, stdout), out_flush();
 }
 
-// A text that may be shown: what could steer a terminal or is no UTF-8 as escapes, and where it has
-// to stay on one line newlines too.
+// A text that may be shown, and a newline: what could steer a terminal or is no UTF-8 as escapes,
+// and where it has to stay on one line newlines too.
 static void add_shown(Str *out, Span s, bool one_line) {
     for (size_t n; s.n; s.p += n, s.n -= n) {
         int length = utf8_length(s.p, s.n);
@@ -5633,25 +5620,27 @@ static void add_shown(Str *out, Span s, bool one_line) {
         else if (length > 0 && (kept || !is_control(s.p))) str_add(out, s.p, n);
         else for (size_t i = 0; i < n; i++) str_printf(out, "\\x%02x", (uint8_t)s.p[i]);
     }
+    str_add(out, "\n", 1);
 }
 
 static bool shows_progress(const Options *o) { return !o->quiet && isatty(fileno(stderr)); }
 
 // ---- what all modes that run the model share
-static Session *start_session(const Options *o, const Model *m, int64_t positions, int logit_rows) {
-    int most = MIN(MAX_THREADS, 4 * core_count());
-    int threads = o->threads ? (int)MIN(MAX(o->threads, 1), most) : default_threads(m);
-    return session_new(m, (int)positions, (int)o->chunk, o->kv ? o->kv == 2 : !m->all_f32, threads,
-                       logit_rows);
+static Session *start_session(const Options *o, const Model *m, int positions, int logit_rows) {
+    int threads = core_count(), most = MIN(MAX_THREADS, 4 * threads);
+    if (o->threads) threads = (int)MAX(o->threads, 1);
+    else if (m->weight_bytes < 16000000) threads = 1; // they would mostly wait for each other
+    bool half = o->kv ? o->kv == 2 : !m->all_f32;
+    return session_new(m, positions, (int)o->chunk, half, MIN(threads, most), logit_rows);
 }
 
 // Positions of the cache: -c, or `usual` where the model was trained for so many.
-static int64_t context_size(const Options *o, const Model *m, int64_t usual) {
-    if (!o->context) return MIN(m->config.seq_len, usual);
+static int context_size(const Options *o, const Model *m, int64_t usual) {
+    if (!o->context) return (int)MIN(m->config.seq_len, usual);
     if (o->context > m->config.seq_len)
         note(o, "-c %.0f is more than the %d positions the model was trained for", o->context,
              m->config.seq_len);
-    return (int64_t)o->context;
+    return (int)o->context;
 }
 
 static double sampling_stated(const Gguf *g, const Opt *opt) { // by the file; NAN: nothing of use
@@ -5692,7 +5681,7 @@ typedef struct {
     Session *s;
     Sampler sampler;
     Ids ids;                            // what the model has read and said
-    int64_t limit;                      // positions they may fill
+    size_t limit;                       // positions they may fill
     Form form;                          // of a chat, else form.t is NULL
     Conversation talk;                  // of a chat
     // tokens on their way to stdout
@@ -5700,12 +5689,12 @@ typedef struct {
     Str reply;                          // of a chat: all that came behind the prompt's last bytes,
     size_t seed, thought, said;         // `seed` of them; thinking and answer given out, in bytes
     int prev;
-    double prompt_s, reply_s;           // seconds, and tokens that were read and made in them
-    int64_t prompt, made;
+    double prompt, made;                // tokens read and made so far, and the seconds it took
+    double prompt_s, made_s;
 } Speaker;
 
-static Speaker speaker_new(const Options *o, const Model *m, int64_t positions, bool chat) {
-    Speaker s = {.o = o, .m = m, .limit = positions, .prev = NO_TOKEN};
+static Speaker speaker_new(const Options *o, const Model *m, int positions, bool chat) {
+    Speaker s = {.o = o, .m = m, .limit = (size_t)positions, .prev = NO_TOKEN};
     s.s = start_session(o, m, positions, 1);
     s.sampler = start_sampler(o, s.s, chat);
     s.stream = (Stream){.stops = o->stops, .terminal = isatty(fileno(stdout))};
@@ -5726,7 +5715,7 @@ static void speaker_reply(Speaker *s, bool end) {
     if (!p.answer.p) return;
     if (s->thought && !s->said && (p.answer.n || end)) speaker_put(s, SPAN("</think>"));
     s->stream.n_stops = s->o->n_stops;  // in thinking they do not count
-    while (!show && p.thought.n && p.answer.n && is_blank(*p.answer.p))
+    while (!show && p.thought.n && p.answer.n && isspace((uint8_t)*p.answer.p))
         p.answer.p++, p.answer.n--;     // between hidden thinking and the answer
     speaker_put(s, span_from(p.answer, p.answer.p + s->said));
     s->said = p.answer.n;
@@ -5753,14 +5742,17 @@ static void speaker_say(Speaker *s, int id) {
 static void speak(Speaker *s) {
     const Vocab *v = &s->m->vocab;
     Ids *ids = &s->ids;
-    int64_t fed = s->s->fed, before = (int64_t)ids->n;
+    size_t before = ids->n;
+    int64_t fed = s->s->fed;
     double start = now();
     // ids that may be sampled: embedding rows beyond the tokenizer's entries mean nothing
     int n = MIN(v->size ? v->size : INT_MAX, s->m->config.vocab_size);
-    while ((int64_t)ids->n < s->limit && !s->stream.stopped) {
+    while (ids->n < s->limit && !s->stream.stopped) {
         float *logits = session_sync(s->s, ids->p, (int)ids->n, shows_progress(s->o));
-        if ((int64_t)ids->n == before)
-            s->prompt += s->s->fed - fed, s->prompt_s += now() - start, start = now();
+        if (ids->n == before) {
+            s->prompt += (double)(s->s->fed - fed), s->prompt_s += now() - start;
+            start = now();
+        }
         if (!logits || interrupted) break;
         int next = sample(&s->sampler, logits, n, ids->p, (int)ids->n);
         // generate on a .bin ends at BOS alone, as llama2.c
@@ -5768,7 +5760,7 @@ static void speak(Speaker *s) {
         ids_add(ids, next);
         speaker_say(s, next);
     }
-    s->made += (int64_t)ids->n - before, s->reply_s += now() - start;
+    s->made += (double)(ids->n - before), s->made_s += now() - start;
     if (s->form.t) speaker_reply(s, true);
     put(stream_flush(&s->stream));
     put(SPAN("\n"));
@@ -5777,11 +5769,10 @@ static void speak(Speaker *s) {
 static double rate(double amount, double seconds) { return seconds > 1e-9 ? amount / seconds : 0; }
 
 static void speaker_stats(const Speaker *s) {
-    double speed = rate((double)s->made, s->reply_s), read = rate((double)s->prompt, s->prompt_s);
+    double speed = rate(s->made, s->made_s), read = rate(s->prompt, s->prompt_s);
     if (s->o->quiet || !s->made) return;
     fprintf(stderr,
-            "achieved tok/s: %.2f (%" PRId64 " tokens, %.2f GB/s; prompt %" PRId64
-            " tokens, %.2f tok/s)\n",
+            "achieved tok/s: %.2f (%.0f tokens, %.2f GB/s; prompt %.0f tokens, %.2f tok/s)\n",
             speed, s->made, speed * (double)s->m->weight_bytes / 1e9, s->prompt, read);
 }
 
@@ -5792,16 +5783,16 @@ static void cmd_generate(const Options *o, const Model *m) {
     if (isnan(o->steps)) steps = prompt < DEFAULT_STEPS ? DEFAULT_STEPS : prompt + DEFAULT_STEPS;
     else if (o->steps > 0) steps = (int64_t)o->steps;
     int64_t wanted = steps < INT_MAX ? steps : prompt;
-    int64_t context = context_size(o, m, MAX(DEFAULT_CONTEXT, wanted));
+    int context = context_size(o, m, MAX(DEFAULT_CONTEXT, wanted));
     if (MIN(prompt, steps) > context)
-        die("the prompt has %" PRId64 " tokens, the context %" PRId64
-            " positions (-c N makes it larger)", prompt, context);
+        die("the prompt has %zu tokens, the context %d positions (-c N makes it larger)", ids.n,
+            context);
     bool cut = prompt > steps;          // only the user's own -n may cut a prompt
     if (cut)
         note(o, "the prompt has %zu tokens, -n is %.0f: nothing is generated", ids.n, o->steps);
     steps = MIN(steps, context);
-    Speaker s = speaker_new(o, m, steps, false);
-    s.ids = ids, s.limit = cut ? 0 : steps + 1; // the last token is not read
+    Speaker s = speaker_new(o, m, (int)steps, false);
+    s.ids = ids, s.limit = cut ? 0 : (size_t)steps + 1; // the last token is not read
     bool bos = ids.p[0] == m->vocab.bos; // it marks the beginning and is not shown
     s.prev = o->no_echo ? ids.p[prompt - 1] : bos ? ids.p[0] : NO_TOKEN;
     for (int64_t i = bos; !o->no_echo && i < (cut ? steps + bos : prompt); i++)
@@ -5831,7 +5822,7 @@ static void show_prompt(const Vocab *v, const Ids *ids) { // what the model has 
     for (size_t i = 0; i < ids->n; i++) fprintf(stderr, " %d", ids->p[i]);
     for (size_t i = 0; i < ids->n; i++) tok_name(v, ids->p[i], &text);
     add_shown(&shown, str_span(&text), false);
-    fprintf(stderr, "\n%s\n", shown.p);
+    fprintf(stderr, "\n%s", shown.p);
     str_free(&text), str_free(&shown);
 }
 
@@ -5850,17 +5841,16 @@ static size_t chat_ids(Speaker *s, int skip) {
 // left out.
 static bool chat_prompt(Speaker *s) {
     int first = s->talk.p[0].role == SYSTEM, last = s->talk.n - 1, skip = 0;
-    size_t room = (size_t)(s->limit - MIN(s->limit / 4, 64) - 1);
+    size_t room = s->limit - MIN(s->limit / 4, 64) - 1;
     if (chat_ids(s, last - first) > room) {
-        note(s->o, "this message makes %zu tokens of %" PRId64 ": it is left out (-c N makes room)",
+        note(s->o, "this message makes %zu tokens of %zu: it is left out (-c N makes room)",
              s->ids.n, s->limit);
         messages_drop(&s->talk, last, 1);
         return false;
     }
     while (chat_ids(s, skip) > room) skip += 2;
     if (skip)
-        note(s->o, "context full (%" PRId64 " positions): the oldest messages are forgotten",
-             s->limit);
+        note(s->o, "context full (%zu positions): the oldest messages are forgotten", s->limit);
     messages_drop(&s->talk, first, skip);
     return true;
 }
@@ -5883,8 +5873,8 @@ static void chat_reply(Speaker *s) {
     s->reply.n = s->thought = s->said = 0, s->prev = NO_TOKEN;
     str_add(&s->reply, think_mark(s->form.t, 0), s->seed);
     speak(s);
-    if ((int64_t)s->ids.n == s->limit)
-        note(s->o, "context full (%" PRId64 " positions): the reply ends here", s->limit);
+    if (s->ids.n == s->limit)
+        note(s->o, "context full (%zu positions): the reply ends here", s->limit);
     if (interrupted && s->reply.n == s->seed) messages_drop(&s->talk, s->talk.n - 1, 1);
     else message_add(&s->talk, REPLY, chat_text(s));
 }
@@ -5893,13 +5883,12 @@ static void cmd_chat(const Options *o, const Model *m) {
     const Template *t = o->template ? template_named(o->template) : template_of(m, o->quiet);
     if ((o->think == THINK_ON || o->think == THINK_OFF) && !(t->rules & (SWITCH_ON | SWITCH_OFF)))
         note(o, "--think: the chat form `%s` has no switch for thinking", t->name);
-    int64_t context = context_size(o, m, (int64_t)MAX(DEFAULT_CONTEXT, o->steps));
-    Speaker s = speaker_new(o, m, o->steps > 0 ? MIN((int64_t)o->steps, context) : context, true);
+    int context = context_size(o, m, (int64_t)MAX(o->steps, DEFAULT_CONTEXT)); // no steps: NAN
+    Speaker s = speaker_new(o, m, o->steps > 0 ? (int)MIN(o->steps, context) : context, true);
     s.form = form_new(t, &m->vocab, m->chat_template, o->think, o->date);
     if (o->system) message_add(&s.talk, SYSTEM, (Span){o->system, strlen(o->system)});
     bool terminal = isatty(fileno(stdin)), first = o->input || o->file;
-    Str line = {0};
-    if (first) line = read_input(o);
+    Str line = read_input(o);
     for (;; first = false) {
         if (!first && terminal) put(SPAN("User: "));
         if (!first && !read_line(&line, terminal)) break;
@@ -5920,11 +5909,11 @@ static void cmd_tokenize(const Options *o, const Model *m) {
     Ids ids = input_ids(o, m);
     Str out = {0}, name = {0};
     for (size_t i = 0; i < ids.n; i++) {
-        str_printf(&out, i && !o->pieces ? " %d" : "%d", ids.p[i]);
+        str_printf(&out, "%d%s", ids.p[i], o->pieces || i + 1 < ids.n ? " " : "");
         if (!o->pieces) continue;
         name.n = 0;
         tok_name(&m->vocab, ids.p[i], &name);
-        str_add(&out, " ", 1), add_shown(&out, str_span(&name), true), str_add(&out, "\n", 1);
+        add_shown(&out, str_span(&name), true);
     }
     if (!o->pieces) str_add(&out, "\n", 1);
     put(str_span(&out));
@@ -5947,20 +5936,18 @@ static double score_nll(const VecOps *ops, float *logits, int n, int id) {
 static void cmd_score(const Options *o, const Model *m) {
     Ids ids = input_ids(o, m);
     int64_t n = (int64_t)ids.n, size = n, counted = 0;
-    int64_t context = context_size(o, m, SCORE_PIECE);
+    int context = context_size(o, m, SCORE_PIECE), vocab = m->config.vocab_size, row = 0;
     bool pieces = n > context, bos = m->vocab.add_bos && m->vocab.bos >= 0 && !o->no_bos && !o->ids;
     if (n < 2) die("score: the text has %zu tokens, at least 2 are needed", ids.n);
     if (pieces && o->logits)
-        die("--logits: the text has %zu tokens, the context %.0f positions: use -c %zu", ids.n,
-            (double)context, ids.n);
+        die("--logits: the text has %zu tokens, the context %d positions: use -c %zu", ids.n,
+            context, ids.n);
     if (pieces && context < 4) die("score: a text in pieces needs -c 4 or more");
     if (o->logits && file_same(o->logits, m->file.name))
         die("%s: the logits would overwrite the model", o->logits);
     FILE *dump = o->logits ? fopen(o->logits, "wb") : NULL;
     if (o->logits && !dump) die("%s: cannot open: %s", o->logits, strerror(errno));
-    const int logit_rows = MAX(32, (64 << 20) / 4 / m->config.vocab_size); // 64 MiB of them
-    Session *s = start_session(o, m, context, logit_rows);
-    int vocab = m->config.vocab_size, row = 0;
+    Session *s = start_session(o, m, context, MAX(32, (64 << 20) / 4 / vocab)); // 64 MiB of logits
     double sum = 0, squares = 0;
     if (pieces) size = context;
     for (int64_t at = 0; at + size <= n && !interrupted; at += row) {
@@ -5995,7 +5982,7 @@ static void cmd_score(const Options *o, const Model *m) {
 static void cmd_bench(const Options *o, const Model *m) {
     static const struct { const char *phase; int tokens, depth; } phases[] = {
         {"prefill", 512, 0}, {"decode", 64, 0}, {"decode", 64, 512}, {"decode", 64, 4096}};
-    int room = (int)context_size(o, m, 4096 + 64);
+    int room = context_size(o, m, 4096 + 64);
     Session *s = start_session(o, m, room, 1);
     uint64_t rng = 42;
     int *ids = xalloc((size_t)room, sizeof *ids);
@@ -6005,13 +5992,10 @@ static void cmd_bench(const Options *o, const Model *m) {
     put(SPAN("phase,tokens,depth,threads,tokens_per_s,gb_per_s\n"));
     for (int i = 0; i < COUNT(phases) && phases[i].depth < room; i++) {
         int depth = phases[i].depth, n = MIN(phases[i].tokens, room - depth);
-        int step = i ? 1 : s->chunk, passes = (n + step - 1) / step;
-        s->n_tokens = MIN(s->n_tokens, depth);
-        if (depth) session_sync(s, ids, depth, false);
+        int step = i ? 1 : n, passes = i ? n : (n + s->chunk - 1) / s->chunk;
+        session_sync(s, ids, depth, false);
         double start = now(), cache = i ? (double)cache_bytes_per_token(m, s->half) : 0;
-        for (int at = 0; at < n && !interrupted; at += step)
-            session_feed(s, ids + depth + at, MIN(step, n - at),
-                         at + step < n && !i ? WANT_NONE : WANT_LAST);
+        for (int at = step; at <= n; at += step) session_sync(s, ids, depth + at, false);
         double seconds = now() - start;
         double bytes = passes * ((double)m->weight_bytes + cache * (depth + n / 2.0));
         if (interrupted) break;
@@ -6025,7 +6009,6 @@ static void cmd_bench(const Options *o, const Model *m) {
 static void info_text(Str *out, const char *key, Span value) { // no value can forge a line
     str_printf(out, "%s: ", key);
     add_shown(out, value, true);
-    str_add(out, "\n", 1);
 }
 
 static bool info_types(const Model *m, Str *out) { // is the cache f16 by default?
@@ -6033,12 +6016,11 @@ static bool info_types(const Model *m, Str *out) { // is the cache f16 by defaul
     const Config *c = &m->config;
     int64_t count[COUNT(formats) + 1] = {0}, parameters = 0;
     bool half = m->version == 2;        // of a .bin
-    if (!g) {
-        int64_t kv = (int64_t)c->n_kv_heads * c->head_size;
-        int64_t layer = (int64_t)c->dim * (2 + 2LL * c->dim + 2 * kv + 3LL * c->hidden_dim);
-        parameters = c->n_layers * layer + c->dim
-                     + (int64_t)c->dim * c->vocab_size * (m->tied ? 1 : 2);
-    }
+    if (!g) parameters = c->dim + (int64_t)c->dim * c->vocab_size * (m->tied ? 1 : 2);
+    for (const Part *p = parts; !g && p < parts + COUNT(parts); p++)
+        if (part_exists(m, m->layers, p)) // all layers are alike
+            parameters += c->n_layers * part_size(m, m->layers, p->rows)
+                          * part_size(m, m->layers, p->cols);
     bool untied = g && gguf_tensor_find(g, "output.weight");
     for (; g; g = g->next)
         for (int i = 0; i < g->n_tensors; i++) {
@@ -6116,7 +6098,6 @@ static void cmd_info(const Options *o, const Model *m) {
  */
 // To add a mode: a cmd_ function in chapter 13, a row here, its name in the row of --mode.
 static const struct { void (*run)(const Options *, const Model *); int need; } modes[] = {
-    {NULL, 0},
     {cmd_generate, NEED_VOCAB | NEED_WEIGHTS},
     {cmd_chat, NEED_VOCAB | NEED_WEIGHTS},
     {cmd_tokenize, NEED_VOCAB},
@@ -6211,10 +6192,10 @@ static int run(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN);
     interrupt_arm();
     Model m = {0};
-    model_open(&m, file_map(o.model), o.tokenizer, modes[o.mode].need);
+    model_open(&m, file_map(o.model), o.tokenizer, modes[o.mode - 1].need);
     if (o.tokenizer && m.gguf) note(&o, "-z: a GGUF brings its own vocabulary");
     if (!o.quiet) warn_lines(&m.warnings);
-    modes[o.mode].run(&o, &m);
+    modes[o.mode - 1].run(&o, &m);
     out_flush();
     return interrupted ? 130 : 0;
 }

@@ -1514,7 +1514,7 @@ static void real_text(const Model *m, Span name, int n, double mean, Reader *ref
     tok_bos(&m->vocab, &ids);
     tok_encode(&m->vocab, (Span){(const char *)text.base, text.size}, NULL, 0, &ids);
     if (!check((int)ids.n == n, "%s: %zu tokens, expected %d", path, ids.n, n)) return;
-    Session *s = session_new(m, n, n, false, default_threads(m), n);
+    Session *s = session_new(m, n, n, false, core_count(), n);
     int vocab = m->config.vocab_size, other = 0;
     float *logits = session_feed(s, ids.p, n, WANT_ALL);
     double sum = 0, worst = 0;
