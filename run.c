@@ -5684,8 +5684,7 @@ typedef struct {
     size_t limit;                       // positions they may fill
     Form form;                          // of a chat, else form.t is NULL
     Conversation talk;                  // of a chat
-    // tokens on their way to stdout
-    Stream stream;
+    Stream stream;                      // what goes to stdout
     Str reply;                          // of a chat: all that came behind the prompt's last bytes,
     size_t seed, thought, said;         // `seed` of them; thinking and answer given out, in bytes
     int prev;
@@ -5935,8 +5934,8 @@ static double score_nll(const VecOps *ops, float *logits, int n, int id) {
 // the place of the first of each, the second half of each counts.
 static void cmd_score(const Options *o, const Model *m) {
     Ids ids = input_ids(o, m);
-    int64_t n = (int64_t)ids.n, size = n, counted = 0;
     int context = context_size(o, m, SCORE_PIECE), vocab = m->config.vocab_size, row = 0;
+    int64_t n = (int64_t)ids.n, size = MIN(n, context);
     bool pieces = n > context, bos = m->vocab.add_bos && m->vocab.bos >= 0 && !o->no_bos && !o->ids;
     if (n < 2) die("score: the text has %zu tokens, at least 2 are needed", ids.n);
     if (pieces && o->logits)
@@ -5948,8 +5947,7 @@ static void cmd_score(const Options *o, const Model *m) {
     FILE *dump = o->logits ? fopen(o->logits, "wb") : NULL;
     if (o->logits && !dump) die("%s: cannot open: %s", o->logits, strerror(errno));
     Session *s = start_session(o, m, context, MAX(32, (64 << 20) / 4 / vocab)); // 64 MiB of logits
-    double sum = 0, squares = 0;
-    if (pieces) size = context;
+    double counted = 0, sum = 0, squares = 0;
     for (int64_t at = 0; at + size <= n && !interrupted; at += row) {
         if (pieces && bos) ids.p[at] = m->vocab.bos;
         s->n_tokens = 0;
@@ -5967,15 +5965,14 @@ static void cmd_score(const Options *o, const Model *m) {
         }
         if (pieces && shows_progress(o))
             fprintf(stderr, "\r%.0f of %zu tokens, perplexity %.4f", (double)(at + row), ids.n,
-                    exp(sum / (double)MAX(counted, 1)));
+                    exp(sum / MAX(counted, 1)));
     }
     if (pieces && shows_progress(o)) fprintf(stderr, "\n");
     if (dump && fclose(dump)) die("%s: cannot write: %s", o->logits, strerror(errno));
-    double nll = sum / (double)counted, variance = MAX(squares / (double)counted - nll * nll, 0);
-    double error = counted > 1 ? exp(nll) * sqrt(variance / (double)(counted - 1)) : 0;
-    if (!interrupted)
-        fprintf(stdout, "tokens %" PRId64 " nll %.5f ppl %.5f error %.5f\n", counted, nll, exp(nll),
-                error);
+    double nll = sum / counted, variance = MAX(squares / counted - nll * nll, 0);
+    double error = counted > 1 ? exp(nll) * sqrt(variance / (counted - 1)) : 0;
+    if (interrupted) return;
+    fprintf(stdout, "tokens %.0f nll %.5f ppl %.5f error %.5f\n", counted, nll, exp(nll), error);
 }
 
 // ---- bench
