@@ -3580,7 +3580,7 @@ typedef struct {
     float *logits;                      // (logit_rows, vocab_size)
     int logit_rows;
     uint8_t *acts;                      // activations in front of a matrix, chapter 3
-    uint8_t *pair_acts;                 // the same for all pairs; without experts, acts itself
+    uint8_t *pair_acts;                 // the same for all pairs, or for the hidden of dense rows
     float *scores;                      // per worker, (QUERY_TILE, seq_len rounded up to blocks)
     uint8_t *memory;                    // all of these but the cache lie in here
     float *trace; // tests only: residual after each layer, (layers, chunk, dim)
@@ -5122,43 +5122,36 @@ static int sample(Sampler *s, float *logits, int n, const int *recent, int n_rec
  * The cache is reserved at once but touched only as positions are used, so a large -c costs address
  * space, not memory.
  */
-static void session_cache(Session *s) {
-    const Model *m = s->model;
-    const double per_position = (double)cache_bytes_per_token(m, s->half), most = memory_size();
-    if (per_position * (double)kv_room(s) > most)
+static void session_cache(Session *s, size_t kv) { // floats of the widest layer's keys
+    const double bytes = (double)cache_bytes_per_token(s->model, s->half) * (double)kv_room(s);
+    const double most = memory_size();
+    if (bytes > most)
         die("the cache for %d positions takes %.1f GB, this machine has %.1f: use a smaller -c",
-            s->seq_len, per_position * (double)kv_room(s) / 1e9, most / 1e9);
-    for (const Layer *l = m->layers; l < m->layers + m->config.n_layers; l++)
-        s->slot_bytes = MAX(s->slot_bytes, (size_t)l->n_kv_heads * (size_t)l->head_size);
-    s->slot_bytes *= 2 * (size_t)kv_room(s) * (s->half ? 2 : 4); // keys and values
-    s->cache = xalloc(s->slot_bytes, (size_t)m->config.n_layers);
+            s->seq_len, bytes / 1e9, most / 1e9);
+    s->slot_bytes = 2 * kv * (size_t)kv_room(s) * (s->half ? 2 : 4); // keys and values
+    s->cache = xalloc(s->slot_bytes, (size_t)s->model->config.n_layers);
 }
-
-// One thread for each core that the process may use; a model so small that threads would mostly
-// wait for each other gets one.
-static int default_threads(const Model *m) { return m->weight_bytes < 16000000 ? 1 : core_count(); }
 
 // A session of seq_len positions; logits for `logit_rows` rows at once. All scratch is one piece of
 // memory, of which the system gives a page when it is first touched.
 static Session *session_new(const Model *m, int seq_len, int chunk, bool half, int threads,
                             int logit_rows) {
     const Config *c = &m->config;
-    Session *s = aligned_alloc(64, (sizeof *s + 63) / 64 * 64);
+    Session *s = aligned_alloc(64, sizeof *s);
     if (!s) die("out of memory: %zu bytes", sizeof *s);
     memset(s, 0, sizeof *s);
     s->model = m, s->seq_len = seq_len, s->chunk = MIN(chunk, seq_len), s->half = half;
     s->team = (Team){.n = threads, .isa = isa_best()}, s->logit_rows = MIN(logit_rows, s->chunk);
-    session_cache(s);
     size_t n = (size_t)s->chunk, heads = 0, kv = 0, hidden = 0, dim = (size_t)c->dim;
     for (const Layer *l = m->layers; l < m->layers + c->n_layers; l++) {
         heads = MAX(heads, (size_t)l->n_heads * (size_t)l->head_size);
         kv = MAX(kv, (size_t)l->n_kv_heads * (size_t)l->head_size);
         hidden = MAX(hidden, (size_t)l->hidden_dim);
     }
+    session_cache(s, kv);
     size_t pairs = n * (size_t)c->n_used, expert = (size_t)c->expert_dim;
     size_t acts = acts_bytes(s->chunk, (int64_t)MAX(MAX(heads, hidden), dim));
-    size_t pair_acts = c->n_experts ? MAX(acts, acts_bytes((int)pairs, (int64_t)MAX(dim, expert)))
-                                    : 0;
+    size_t pair_acts = MAX(acts, acts_bytes((int)pairs, (int64_t)MAX(dim, expert)));
     const struct { void *field; size_t bytes;
     } parts_of_it[] = {
         {&s->tokens, (size_t)seq_len * sizeof(int)},
@@ -5192,7 +5185,6 @@ static Session *session_new(const Model *m, int seq_len, int chunk, bool half, i
         memcpy(parts_of_it[i].field, &at, sizeof at);
         at += (parts_of_it[i].bytes + 63) / 64 * 64;
     }
-    if (!c->n_experts) s->pair_acts = s->acts;
     for (int i = 0; i < threads; i++)
         s->worker[i] = (Worker){&s->team, i, s->worker[0].scratch + (size_t)i * matmul_scratch()};
     return s;
@@ -5209,8 +5201,8 @@ static float *session_feed(Session *s, const int *ids, int n, int want) {
     return forward(s, n, want);
 }
 
-// Makes the session hold exactly these n tokens, 1 <= n <= seq_len, and gives the logits after the
-// last one; NULL if Ctrl-C came in between. Shows its progress where stderr is a terminal.
+// Makes the session hold exactly these n tokens, n <= seq_len, and gives the logits after the last
+// one; NULL if there is none or Ctrl-C came in between. `progress` goes to stderr.
 static float *session_sync(Session *s, const int *ids, int n, bool progress) {
     int common = 0;
     while (common < s->n_tokens && common < n - 1 && s->tokens[common] == ids[common]) common++;
@@ -5229,20 +5221,6 @@ static float *session_sync(Session *s, const int *ids, int n, bool progress) {
     }
     if (shown) fprintf(stderr, "\r%40s\r", "");
     return s->n_tokens == n ? logits : NULL;
-}
-
-// ---- speed, prompt and generation apart
-typedef struct { double prompt_s, reply_s; int64_t prompt, reply; } Stats;
-
-static double rate(double amount, double seconds) { return seconds > 1e-9 ? amount / seconds : 0; }
-
-static void stats_print(const Stats *t, const Model *m) {
-    double speed = rate((double)t->reply, t->reply_s);
-    fprintf(stderr,
-            "achieved tok/s: %.2f (%" PRId64 " tokens, %.2f GB/s; prompt %" PRId64
-            " tokens, %.2f tok/s)\n",
-            speed, t->reply, speed * (double)m->weight_bytes / 1e9, t->prompt,
-            rate((double)t->prompt, t->prompt_s));
 }
 /* ------------------------------------------------------------------------------------------------
  * Chapter 12. Manners
@@ -5378,8 +5356,7 @@ typedef struct {
 } Form;
 
 static bool span_starts(Span s, const char *word) {
-    size_t n = strlen(word);
-    return s.n >= n && !memcmp(s.p, word, n);
+    return span_at(s, 0, (Span){word, strlen(word)});
 }
 
 static const char *span_find(Span s, const char *word) { // NULL: it is not there
@@ -5389,7 +5366,6 @@ static const char *span_find(Span s, const char *word) { // NULL: it is not ther
     return NULL;
 }
 
-static bool span_has(Span s, const char *word) { return span_find(s, word) != NULL; }
 static Span span_from(Span s, const char *p) { return (Span){p, (size_t)(s.p + s.n - p)}; }
 
 // Bytes at the end of s with which `word` begins.
@@ -5423,7 +5399,7 @@ static const Template *template_find(Span file) { // the row for a template text
     for (const Template *t = templates; t < templates + COUNT(templates); t++) {
         bool fits = t->mark[0] != NULL;
         for (int k = 0; k < COUNT(t->mark) && t->mark[k]; k++)
-            fits &= span_has(file, t->mark[k] + (*t->mark[k] == '!')) == (*t->mark[k] != '!');
+            fits &= !span_find(file, t->mark[k] + (*t->mark[k] == '!')) == (*t->mark[k] == '!');
         if (fits) return t;
     }
     return NULL;
@@ -5437,36 +5413,31 @@ static void render_bytes(Rendering *r, Span s, bool typed) {
     for (size_t i = 0; i < s.n; i++) str_add(&r->typed, typed ? "\1" : "\0", 1);
 }
 
-static void render_date(Rendering *r, const Form *f, Span format) {
-    char pattern[32], date[64];
-    snprintf(pattern, sizeof pattern, "%.*s", (int)format.n, format.p);
-    render_bytes(r, (Span){date, strftime(date, sizeof date, pattern, &f->date)}, false);
-}
-
-enum { FRONT, BACK }; // the part of a form before its {}, or all of it if it has none; that behind
-
-static void render_form(Rendering *r, const Form *f, const char *form, int part) {
-    const char *gap = strstr(form, "{}"), *end = gap && part == FRONT ? gap : form + strlen(form);
-    if (part == BACK) form = gap + 2;
-    for (const char *brace; (brace = memchr(form, '{', (size_t)(end - form)));) {
-        render_bytes(r, (Span){form, (size_t)(brace - form)}, false);
-        Span word = {brace + 1, strcspn(brace + 1, "}")};
-        form = word.p + word.n + 1;
+// A form up to its {}, or all of it where it has none; gives what is left.
+static const char *render_form(Rendering *r, const Form *f, const char *form) {
+    for (;; form++) {
+        size_t n = strcspn(form, "{");
+        render_bytes(r, (Span){form, n}, false);
+        form += n;
+        if (!*form) return form;
+        Span word = {form + 1, strcspn(form + 1, "}")};
+        form += 1 + word.n;
+        if (!word.n) return form + 1;
         int id = span_is(word, "bos") ? f->v->bos : span_is(word, "eos") ? f->v->eos : NO_TOKEN;
         if (id >= 0) render_bytes(r, f->v->text[id], false);
-        else if (span_starts(word, "date ")) render_date(r, f, span_from(word, word.p + 5));
-        else if (*word.p == (f->think ? '+' : '-'))
+        else if (span_starts(word, "date ")) {
+            char format[32], date[64];
+            snprintf(format, sizeof format, "%.*s", (int)word.n - 5, word.p + 5);
+            render_bytes(r, (Span){date, strftime(date, sizeof date, format, &f->date)}, false);
+        } else if (*word.p == (f->think ? '+' : '-'))
             render_bytes(r, span_from(word, word.p + 1), false);
     }
-    render_bytes(r, (Span){form, (size_t)(end - form)}, false);
 }
 
 static void rendering_free(Rendering *r) { str_free(&r->text), str_free(&r->typed); }
 
-static bool is_blank(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
-
 static bool is_white(uint32_t c) { // what the reference's strip() takes away
-    return (c < 128 && is_blank((char)c)) || (c >= 0x1C && c <= 0x1F) || c == 0x85 || c == 0xA0
+    return (c < 128 && isspace((int)c)) || (c >= 0x1C && c <= 0x1F) || c == 0x85 || c == 0xA0
            || c == 0x1680 || (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029
            || c == 0x202F || c == 0x205F || c == 0x3000;
 }
@@ -5503,7 +5474,7 @@ static void form_preset(Form *f) {
     Rendering r = {0};
     Span text = {0}, file = str_span(&f->file);
     if (t->preset) {
-        render_form(&r, f, t->preset, FRONT);
+        render_form(&r, f, t->preset);
         if (f->think) text = span_between(file, t->more[0], t->more[1]);
     } else {
         text = span_between(file, "default_system_message = '", "' %}");
@@ -5515,7 +5486,7 @@ static void form_preset(Form *f) {
     const char *today = "\" + today + \"", *found = span_find(text, today);
     if (found) {
         render_bytes(&r, (Span){text.p, (size_t)(found - text.p)}, false);
-        render_date(&r, f, SPAN("%Y-%m-%d"));
+        render_form(&r, f, "{date %Y-%m-%d}");
         text = span_from(text, found + strlen(today));
     }
     if (text.p) render_bytes(&r, text, false);
@@ -5582,7 +5553,7 @@ typedef struct { Span thought, answer; } Parts;
 static Parts reply_parts(const Template *t, Span reply, size_t seed, bool end) {
     const char *open = think_mark(t, 0), *close = think_mark(t, 1);
     Span text = reply;
-    while (text.n && is_blank(*text.p)) text.p++, text.n--;
+    while (text.n && isspace((uint8_t)*text.p)) text.p++, text.n--;
     bool maybe = !strncmp(text.p, open, text.n) || !strncmp(text.p, close, text.n);
     if (span_starts(text, open)) text = span_from(text, text.p + strlen(open));
     else if (maybe && !end) return (Parts){0};
@@ -5611,9 +5582,9 @@ static Span message_text(const Template *t, const Message *m) {
 
 static void render_system(Rendering *r, const Form *f, Span text, bool typed) {
     if (!text.p) return;                // not even a preset
-    render_form(r, f, f->t->system, FRONT);
+    const char *rest = render_form(r, f, f->t->system);
     render_bytes(r, text, typed);
-    render_form(r, f, f->t->system, BACK);
+    render_form(r, f, rest);
 }
 
 // The conversation without the `skip` messages that follow the system message, ending where the
@@ -5621,29 +5592,27 @@ static void render_system(Rendering *r, const Form *f, Span text, bool typed) {
 static Rendering render(const Form *f, const Conversation *c, int skip) {
     const Template *t = f->t;
     Rendering r = {0};
-    Span system = str_span(&f->preset), given = {0};
+    Span system = str_span(&f->preset);
     int from = c->n && c->p[0].role == SYSTEM;
-    if (from) given = message_text(t, &c->p[0]);
-    bool typed = given.n || (from && !(t->rules & EMPTY_IS_NONE));
-    if (typed) system = given;
+    bool typed = from && (message_text(t, c->p).n || !(t->rules & EMPTY_IS_NONE));
+    if (typed) system = message_text(t, c->p);
     from += skip;
     int place = t->rules & IN_FIRST ? from : t->rules & IN_LAST ? c->n - 1 : -1;
-    bool bos = t->rules & BOS || span_has(str_span(&f->file), "bos_token");
-    render_form(&r, f, t->start ? t->start : bos ? "{bos}" : "", FRONT);
+    bool bos = t->rules & BOS || span_find(str_span(&f->file), "bos_token");
+    render_form(&r, f, t->start ? t->start : bos ? "{bos}" : "");
     if (place < 0) render_system(&r, f, system, typed);
     for (int i = from; i < c->n; i++) {
-        const char *form = c->p[i].role == USER ? t->user : t->reply;
+        const char *rest = render_form(&r, f, c->p[i].role == USER ? t->user : t->reply);
         Span text = message_text(t, &c->p[i]);
-        render_form(&r, f, form, FRONT);
         if (i == place) render_system(&r, f, system, typed);
         if (i == place && system.p && t->rules & TRIM_JOINT) {
             text = (Span){c->p[i].text.p, (size_t)(text.p + text.n - c->p[i].text.p)};
             if (!text.n) r.text.n = r.typed.n = span_trim(str_span(&r.text)).n;
         }
         render_bytes(&r, text, true);
-        render_form(&r, f, form, BACK);
+        render_form(&r, f, rest);
     }
-    render_form(&r, f, t->ask ? t->ask : t->reply, FRONT);
+    render_form(&r, f, t->ask ? t->ask : t->reply);
     if (!t->ask && r.text.p[r.text.n - 1] == ' ') r.text.n--, r.typed.n--;
     return r;
 }
@@ -5746,9 +5715,8 @@ static Ids input_ids(const Options *o, const Model *m) {
     int limit = MAX(m->config.vocab_size, m->vocab.size);
     for (const char *p = list.p, *end = list.p + list.n; p < end;) {
         char *stop;
-        errno = 0;
-        long id = strtol(p, &stop, 10);
-        if (stop == p || errno || (stop < end && !is_blank(*stop)) || id < 0 || id >= limit)
+        long id = strtol(p, &stop, 10); // what is too large is limit or more, too
+        if (stop == p || (stop < end && !isspace((uint8_t)*stop)) || id < 0 || id >= limit)
             die("--ids: byte %td: `%.20s`, expected a token id from 0 to %d", p - text.p, p,
                 limit - 1);
         ids_add(&ids, (int)id), p = stop;
@@ -5772,8 +5740,8 @@ static void put(Span s) {
     if (s.n) fwrite(s.p, 1, s.n, stdout), out_flush();
 }
 
-// A text that may be shown: what could steer a terminal or is no UTF-8 as escapes, and where it has
-// to stay on one line newlines too.
+// A text that may be shown, and a newline: what could steer a terminal or is no UTF-8 as escapes,
+// and where it has to stay on one line newlines too.
 static void add_shown(Str *out, Span s, bool one_line) {
     for (size_t n; s.n; s.p += n, s.n -= n) {
         int length = utf8_length(s.p, s.n);
@@ -5784,25 +5752,27 @@ static void add_shown(Str *out, Span s, bool one_line) {
         else if (length > 0 && (kept || !is_control(s.p))) str_add(out, s.p, n);
         else for (size_t i = 0; i < n; i++) str_printf(out, "\\x%02x", (uint8_t)s.p[i]);
     }
+    str_add(out, "\n", 1);
 }
 
 static bool shows_progress(const Options *o) { return !o->quiet && isatty(fileno(stderr)); }
 
 // ---- what all modes that run the model share
-static Session *start_session(const Options *o, const Model *m, int64_t positions, int logit_rows) {
-    int most = MIN(MAX_THREADS, 4 * core_count());
-    int threads = o->threads ? (int)MIN(MAX(o->threads, 1), most) : default_threads(m);
-    return session_new(m, (int)positions, (int)o->chunk, o->kv ? o->kv == 2 : !m->all_f32, threads,
-                       logit_rows);
+static Session *start_session(const Options *o, const Model *m, int positions, int logit_rows) {
+    int threads = core_count(), most = MIN(MAX_THREADS, 4 * threads);
+    if (o->threads) threads = (int)MAX(o->threads, 1);
+    else if (m->weight_bytes < 16000000) threads = 1; // they would mostly wait for each other
+    bool half = o->kv ? o->kv == 2 : !m->all_f32;
+    return session_new(m, positions, (int)o->chunk, half, MIN(threads, most), logit_rows);
 }
 
-// Positions of the cache: -c, or the file's context, at most 4,096 unless more are wanted.
-static int64_t context_size(const Options *o, const Model *m, int64_t wanted) {
-    if (!o->context) return MIN(m->config.seq_len, MAX(DEFAULT_CONTEXT, wanted));
+// Positions of the cache: -c, or `usual` where the model was trained for so many.
+static int context_size(const Options *o, const Model *m, int64_t usual) {
+    if (!o->context) return (int)MIN(m->config.seq_len, usual);
     if (o->context > m->config.seq_len)
         note(o, "-c %.0f is more than the %d positions the model was trained for", o->context,
              m->config.seq_len);
-    return (int64_t)o->context;
+    return (int)o->context;
 }
 
 static double sampling_stated(const Gguf *g, const Opt *opt) { // by the file; NAN: nothing of use
@@ -5842,21 +5812,20 @@ typedef struct {
     const Model *m;
     Session *s;
     Sampler sampler;
-    Stats stats;
     Ids ids;                            // what the model has read and said
-    int64_t limit;                      // positions they may fill
+    size_t limit;                       // positions they may fill
     Form form;                          // of a chat, else form.t is NULL
     Conversation talk;                  // of a chat
-    // tokens on their way to stdout
-    Stream stream;
-    Str piece, reply;                   // reply: all that came, behind `seed` bytes of the prompt
-    size_t seed, thought, said;         // thinking and answer that were given out, in bytes
-    bool answers;                       // thinking, if any was shown, is closed
+    Stream stream;                      // what goes to stdout
+    Str reply;                          // of a chat: all that came behind the prompt's last bytes,
+    size_t seed, thought, said;         // `seed` of them; thinking and answer given out, in bytes
     int prev;
+    double prompt, made;                // tokens read and made so far, and the seconds it took
+    double prompt_s, made_s;
 } Speaker;
 
-static Speaker speaker_new(const Options *o, const Model *m, int64_t positions, bool chat) {
-    Speaker s = {.o = o, .m = m, .limit = positions, .prev = NO_TOKEN};
+static Speaker speaker_new(const Options *o, const Model *m, int positions, bool chat) {
+    Speaker s = {.o = o, .m = m, .limit = (size_t)positions, .prev = NO_TOKEN};
     s.s = start_session(o, m, positions, 1);
     s.sampler = start_sampler(o, s.s, chat);
     s.stream = (Stream){.stops = o->stops, .terminal = isatty(fileno(stdout))};
@@ -5875,10 +5844,9 @@ static void speaker_reply(Speaker *s, bool end) {
         s->thought = p.thought.n;
     }
     if (!p.answer.p) return;
-    if (s->thought && !s->answers) speaker_put(s, SPAN("</think>"));
-    s->answers = true;
+    if (s->thought && !s->said && (p.answer.n || end)) speaker_put(s, SPAN("</think>"));
     s->stream.n_stops = s->o->n_stops;  // in thinking they do not count
-    while (!show && p.thought.n && p.answer.n && is_blank(*p.answer.p))
+    while (!show && p.thought.n && p.answer.n && isspace((uint8_t)*p.answer.p))
         p.answer.p++, p.answer.n--;     // between hidden thinking and the answer
     speaker_put(s, span_from(p.answer, p.answer.p + s->said));
     s->said = p.answer.n;
@@ -5887,18 +5855,17 @@ static void speaker_reply(Speaker *s, bool end) {
 static void speaker_say(Speaker *s, int id) {
     const Vocab *v = &s->m->vocab;
     const Template *t = s->form.t;
-    s->piece.n = 0;
-    tok_piece(v, id, s->prev, &s->piece);
+    size_t before = s->reply.n = t ? s->reply.n : 0;
+    tok_piece(v, id, s->prev, &s->reply);
     s->prev = id;
-    if (!t) speaker_put(s, str_span(&s->piece));
-    if (!t) return;
-    if (!s->piece.n && id < v->size) {  // a control token is part of marks or of nothing
-        str_add(&s->piece, v->text[id].p, v->text[id].n);
-        if (!strstr(think_mark(t, 0), s->piece.p) && !strstr(think_mark(t, 1), s->piece.p))
-            s->piece.n = 0;
+    if (t && s->reply.n == before && id < v->size) { // control: a part of marks or of nothing
+        str_add(&s->reply, v->text[id].p, v->text[id].n);
+        const char *text = s->reply.p + before;
+        if (!strstr(think_mark(t, 0), text) && !strstr(think_mark(t, 1), text))
+            s->reply.n = before;
     }
-    str_add(&s->reply, s->piece.p, s->piece.n);
-    speaker_reply(s, false);
+    if (t) speaker_reply(s, false);
+    else speaker_put(s, str_span(&s->reply));
 }
 
 // Samples and shows tokens until an end token, a stop string, Ctrl-C, or `limit` tokens in all;
@@ -5906,27 +5873,38 @@ static void speaker_say(Speaker *s, int id) {
 static void speak(Speaker *s) {
     const Vocab *v = &s->m->vocab;
     Ids *ids = &s->ids;
-    Stats *stats = &s->stats;
-    int64_t fed = s->s->fed, before = (int64_t)ids->n;
+    size_t before = ids->n;
+    int64_t fed = s->s->fed;
     double start = now();
-    float *logits = NULL;
-    if (before < s->limit) logits = session_sync(s->s, ids->p, (int)before, shows_progress(s->o));
-    stats->prompt += s->s->fed - fed, stats->prompt_s += now() - start, start = now();
     // ids that may be sampled: embedding rows beyond the tokenizer's entries mean nothing
     int n = MIN(v->size ? v->size : INT_MAX, s->m->config.vocab_size);
-    while (logits && (int64_t)ids->n < s->limit && !interrupted && !s->stream.stopped) {
+    while (ids->n < s->limit && !s->stream.stopped) {
+        float *logits = session_sync(s->s, ids->p, (int)ids->n, shows_progress(s->o));
+        if (ids->n == before) {
+            s->prompt += (double)(s->s->fed - fed), s->prompt_s += now() - start;
+            start = now();
+        }
+        if (!logits || interrupted) break;
         int next = sample(&s->sampler, logits, n, ids->p, (int)ids->n);
         // generate on a .bin ends at BOS alone, as llama2.c
         if (s->form.t || s->m->gguf ? next < v->size && v->stop[next] : next == v->bos) break;
         ids_add(ids, next);
         speaker_say(s, next);
-        if ((int64_t)ids->n < s->limit && !s->stream.stopped)
-            logits = session_sync(s->s, ids->p, (int)ids->n, false);
     }
-    stats->reply += (int64_t)ids->n - before, stats->reply_s += now() - start;
+    s->made += (double)(ids->n - before), s->made_s += now() - start;
     if (s->form.t) speaker_reply(s, true);
     put(stream_flush(&s->stream));
     put(SPAN("\n"));
+}
+
+static double rate(double amount, double seconds) { return seconds > 1e-9 ? amount / seconds : 0; }
+
+static void speaker_stats(const Speaker *s) {
+    double speed = rate(s->made, s->made_s), read = rate(s->prompt, s->prompt_s);
+    if (s->o->quiet || !s->made) return;
+    fprintf(stderr,
+            "achieved tok/s: %.2f (%.0f tokens, %.2f GB/s; prompt %.0f tokens, %.2f tok/s)\n",
+            speed, s->made, speed * (double)s->m->weight_bytes / 1e9, s->prompt, read);
 }
 
 static void cmd_generate(const Options *o, const Model *m) {
@@ -5935,39 +5913,38 @@ static void cmd_generate(const Options *o, const Model *m) {
     int64_t prompt = (int64_t)ids.n, steps = INT_MAX; // -n 0: as far as the context goes
     if (isnan(o->steps)) steps = prompt < DEFAULT_STEPS ? DEFAULT_STEPS : prompt + DEFAULT_STEPS;
     else if (o->steps > 0) steps = (int64_t)o->steps;
-    int64_t context = context_size(o, m, steps < INT_MAX ? steps : prompt);
+    int64_t wanted = steps < INT_MAX ? steps : prompt;
+    int context = context_size(o, m, MAX(DEFAULT_CONTEXT, wanted));
     if (MIN(prompt, steps) > context)
-        die("the prompt has %" PRId64 " tokens, the context %" PRId64
-            " positions (-c N makes it larger)", prompt, context);
+        die("the prompt has %zu tokens, the context %d positions (-c N makes it larger)", ids.n,
+            context);
     bool cut = prompt > steps;          // only the user's own -n may cut a prompt
     if (cut)
         note(o, "the prompt has %zu tokens, -n is %.0f: nothing is generated", ids.n, o->steps);
     steps = MIN(steps, context);
-    Speaker s = speaker_new(o, m, steps, false);
-    s.ids = ids, s.limit = cut ? 0 : steps + 1; // the last token is not read
+    Speaker s = speaker_new(o, m, (int)steps, false);
+    s.ids = ids, s.limit = cut ? 0 : (size_t)steps + 1; // the last token is not read
     bool bos = ids.p[0] == m->vocab.bos; // it marks the beginning and is not shown
     s.prev = o->no_echo ? ids.p[prompt - 1] : bos ? ids.p[0] : NO_TOKEN;
     for (int64_t i = bos; !o->no_echo && i < (cut ? steps + bos : prompt); i++)
         speaker_say(&s, ids.p[i]);
     s.stream.n_stops = o->n_stops;      // in a prompt that is repeated they do not count
     speak(&s);
-    if (!o->quiet && s.stats.reply) stats_print(&s.stats, m);
+    speaker_stats(&s);
 }
 
 // ---- chat
 // One line of stdin; at a terminal a backslash at its end goes on in the next. False at the end.
 static bool read_line(Str *line, bool terminal) {
     line->n = 0;
-    bool any = false;
     for (int c; (c = getc(stdin)) != EOF;) {
-        any = true;
         if (c != '\n') { str_add(line, &(char){(char)c}, 1); continue; }
         if (line->n && line->p[line->n - 1] == '\r') line->n--;
         if (!terminal || !line->n || line->p[line->n - 1] != '\\') return true;
         line->p[line->n - 1] = '\n';
     }
     if (ferror(stdin) && !interrupted) die("stdin: cannot read: %s", strerror(errno));
-    return any && !interrupted;
+    return line->n && !interrupted;
 }
 
 static void show_prompt(const Vocab *v, const Ids *ids) { // what the model has been given so far
@@ -5976,7 +5953,7 @@ static void show_prompt(const Vocab *v, const Ids *ids) { // what the model has 
     for (size_t i = 0; i < ids->n; i++) fprintf(stderr, " %d", ids->p[i]);
     for (size_t i = 0; i < ids->n; i++) tok_name(v, ids->p[i], &text);
     add_shown(&shown, str_span(&text), false);
-    fprintf(stderr, "\n%s\n", shown.p);
+    fprintf(stderr, "\n%s", shown.p);
     str_free(&text), str_free(&shown);
 }
 
@@ -5995,17 +5972,16 @@ static size_t chat_ids(Speaker *s, int skip) {
 // left out.
 static bool chat_prompt(Speaker *s) {
     int first = s->talk.p[0].role == SYSTEM, last = s->talk.n - 1, skip = 0;
-    size_t room = (size_t)(s->limit - MIN(s->limit / 4, 64) - 1);
+    size_t room = s->limit - MIN(s->limit / 4, 64) - 1;
     if (chat_ids(s, last - first) > room) {
-        note(s->o, "this message makes %zu tokens of %" PRId64 ": it is left out (-c N makes room)",
+        note(s->o, "this message makes %zu tokens of %zu: it is left out (-c N makes room)",
              s->ids.n, s->limit);
         messages_drop(&s->talk, last, 1);
         return false;
     }
     while (chat_ids(s, skip) > room) skip += 2;
     if (skip)
-        note(s->o, "context full (%" PRId64 " positions): the oldest messages are forgotten",
-             s->limit);
+        note(s->o, "context full (%zu positions): the oldest messages are forgotten", s->limit);
     messages_drop(&s->talk, first, skip);
     return true;
 }
@@ -6025,11 +6001,11 @@ static Span chat_text(const Speaker *s) {
 static void chat_reply(Speaker *s) {
     stream_free(&s->stream);
     s->stream = (Stream){.stops = s->o->stops, .terminal = s->stream.terminal};
-    s->reply.n = s->thought = s->said = 0, s->answers = false, s->prev = NO_TOKEN;
+    s->reply.n = s->thought = s->said = 0, s->prev = NO_TOKEN;
     str_add(&s->reply, think_mark(s->form.t, 0), s->seed);
     speak(s);
-    if ((int64_t)s->ids.n == s->limit)
-        note(s->o, "context full (%" PRId64 " positions): the reply ends here", s->limit);
+    if (s->ids.n == s->limit)
+        note(s->o, "context full (%zu positions): the reply ends here", s->limit);
     if (interrupted && s->reply.n == s->seed) messages_drop(&s->talk, s->talk.n - 1, 1);
     else message_add(&s->talk, REPLY, chat_text(s));
 }
@@ -6038,27 +6014,25 @@ static void cmd_chat(const Options *o, const Model *m) {
     const Template *t = o->template ? template_named(o->template) : template_of(m, o->quiet);
     if ((o->think == THINK_ON || o->think == THINK_OFF) && !(t->rules & (SWITCH_ON | SWITCH_OFF)))
         note(o, "--think: the chat form `%s` has no switch for thinking", t->name);
-    int64_t context = context_size(o, m, (int64_t)MAX(o->steps, 0));
-    Speaker s = speaker_new(o, m, o->steps > 0 ? MIN((int64_t)o->steps, context) : context, true);
+    int context = context_size(o, m, (int64_t)MAX(o->steps, DEFAULT_CONTEXT)); // no steps: NAN
+    Speaker s = speaker_new(o, m, o->steps > 0 ? (int)MIN(o->steps, context) : context, true);
     s.form = form_new(t, &m->vocab, m->chat_template, o->think, o->date);
     if (o->system) message_add(&s.talk, SYSTEM, (Span){o->system, strlen(o->system)});
     bool terminal = isatty(fileno(stdin)), first = o->input || o->file;
-    Str line = {0};
-    if (first) line = read_input(o);
+    Str line = read_input(o);
     for (;; first = false) {
         if (!first && terminal) put(SPAN("User: "));
         if (!first && !read_line(&line, terminal)) break;
-        interrupt_arm();
         if (span_trim(str_span(&line)).n == 0) continue;
         message_add(&s.talk, USER, str_span(&line));
         if (!chat_prompt(&s)) continue;
         if (o->show_prompt) show_prompt(&m->vocab, &s.ids);
         if (terminal) put(SPAN("Assistant: "));
         chat_reply(&s);
-        if (interrupted) interrupt_arm();
+        interrupt_arm();
     }
     if (terminal) put(SPAN("\n"));
-    if (!o->quiet && s.stats.reply) stats_print(&s.stats, m);
+    speaker_stats(&s);
 }
 
 // ---- tokenize
@@ -6066,11 +6040,11 @@ static void cmd_tokenize(const Options *o, const Model *m) {
     Ids ids = input_ids(o, m);
     Str out = {0}, name = {0};
     for (size_t i = 0; i < ids.n; i++) {
-        str_printf(&out, i && !o->pieces ? " %d" : "%d", ids.p[i]);
+        str_printf(&out, "%d%s", ids.p[i], o->pieces || i + 1 < ids.n ? " " : "");
         if (!o->pieces) continue;
         name.n = 0;
         tok_name(&m->vocab, ids.p[i], &name);
-        str_add(&out, " ", 1), add_shown(&out, str_span(&name), true), str_add(&out, "\n", 1);
+        add_shown(&out, str_span(&name), true);
     }
     if (!o->pieces) str_add(&out, "\n", 1);
     put(str_span(&out));
@@ -6092,23 +6066,20 @@ static double score_nll(const VecOps *ops, float *logits, int n, int id) {
 // the place of the first of each, the second half of each counts.
 static void cmd_score(const Options *o, const Model *m) {
     Ids ids = input_ids(o, m);
-    int64_t n = (int64_t)ids.n, size = n, counted = 0;
-    int64_t context = o->context ? context_size(o, m, 0) : MIN(SCORE_PIECE, m->config.seq_len);
+    int context = context_size(o, m, SCORE_PIECE), vocab = m->config.vocab_size, row = 0;
+    int64_t n = (int64_t)ids.n, size = MIN(n, context);
     bool pieces = n > context, bos = m->vocab.add_bos && m->vocab.bos >= 0 && !o->no_bos && !o->ids;
     if (n < 2) die("score: the text has %zu tokens, at least 2 are needed", ids.n);
     if (pieces && o->logits)
-        die("--logits: the text has %zu tokens, the context %.0f positions: use -c %zu", ids.n,
-            (double)context, ids.n);
+        die("--logits: the text has %zu tokens, the context %d positions: use -c %zu", ids.n,
+            context, ids.n);
     if (pieces && context < 4) die("score: a text in pieces needs -c 4 or more");
     if (o->logits && file_same(o->logits, m->file.name))
         die("%s: the logits would overwrite the model", o->logits);
     FILE *dump = o->logits ? fopen(o->logits, "wb") : NULL;
     if (o->logits && !dump) die("%s: cannot open: %s", o->logits, strerror(errno));
-    const int logit_rows = MAX(32, (64 << 20) / 4 / m->config.vocab_size); // 64 MiB of them
-    Session *s = start_session(o, m, context, logit_rows);
-    int vocab = m->config.vocab_size, row = 0;
-    double sum = 0, squares = 0;
-    if (pieces) size = context;
+    Session *s = start_session(o, m, context, MAX(32, (64 << 20) / 4 / vocab)); // 64 MiB of logits
+    double counted = 0, sum = 0, squares = 0;
     for (int64_t at = 0; at + size <= n && !interrupted; at += row) {
         if (pieces && bos) ids.p[at] = m->vocab.bos;
         s->n_tokens = 0;
@@ -6126,22 +6097,21 @@ static void cmd_score(const Options *o, const Model *m) {
         }
         if (pieces && shows_progress(o))
             fprintf(stderr, "\r%.0f of %zu tokens, perplexity %.4f", (double)(at + row), ids.n,
-                    exp(sum / (double)MAX(counted, 1)));
+                    exp(sum / MAX(counted, 1)));
     }
     if (pieces && shows_progress(o)) fprintf(stderr, "\n");
     if (dump && fclose(dump)) die("%s: cannot write: %s", o->logits, strerror(errno));
-    double nll = sum / (double)counted, variance = MAX(squares / (double)counted - nll * nll, 0);
-    double error = counted > 1 ? exp(nll) * sqrt(variance / (double)(counted - 1)) : 0;
-    if (!interrupted)
-        fprintf(stdout, "tokens %" PRId64 " nll %.5f ppl %.5f error %.5f\n", counted, nll, exp(nll),
-                error);
+    double nll = sum / counted, variance = MAX(squares / counted - nll * nll, 0);
+    double error = counted > 1 ? exp(nll) * sqrt(variance / (counted - 1)) : 0;
+    if (interrupted) return;
+    fprintf(stdout, "tokens %.0f nll %.5f ppl %.5f error %.5f\n", counted, nll, exp(nll), error);
 }
 
 // ---- bench
 static void cmd_bench(const Options *o, const Model *m) {
     static const struct { const char *phase; int tokens, depth; } phases[] = {
         {"prefill", 512, 0}, {"decode", 64, 0}, {"decode", 64, 512}, {"decode", 64, 4096}};
-    int room = o->context ? (int)context_size(o, m, 0) : MIN(m->config.seq_len, 4096 + 64);
+    int room = context_size(o, m, 4096 + 64);
     Session *s = start_session(o, m, room, 1);
     uint64_t rng = 42;
     int *ids = xalloc((size_t)room, sizeof *ids);
@@ -6151,13 +6121,10 @@ static void cmd_bench(const Options *o, const Model *m) {
     put(SPAN("phase,tokens,depth,threads,tokens_per_s,gb_per_s\n"));
     for (int i = 0; i < COUNT(phases) && phases[i].depth < room; i++) {
         int depth = phases[i].depth, n = MIN(phases[i].tokens, room - depth);
-        int step = i ? 1 : s->chunk, passes = (n + step - 1) / step;
-        s->n_tokens = MIN(s->n_tokens, depth);
-        if (depth) session_sync(s, ids, depth, false);
+        int step = i ? 1 : n, passes = i ? n : (n + s->chunk - 1) / s->chunk;
+        session_sync(s, ids, depth, false);
         double start = now(), cache = i ? (double)cache_bytes_per_token(m, s->half) : 0;
-        for (int at = 0; at < n && !interrupted; at += step)
-            session_feed(s, ids + depth + at, MIN(step, n - at),
-                         at + step < n && !i ? WANT_NONE : WANT_LAST);
+        for (int at = step; at <= n; at += step) session_sync(s, ids, depth + at, false);
         double seconds = now() - start;
         double bytes = passes * ((double)m->weight_bytes + cache * (depth + n / 2.0));
         if (interrupted) break;
@@ -6171,7 +6138,6 @@ static void cmd_bench(const Options *o, const Model *m) {
 static void info_text(Str *out, const char *key, Span value) { // no value can forge a line
     str_printf(out, "%s: ", key);
     add_shown(out, value, true);
-    str_add(out, "\n", 1);
 }
 
 static bool info_types(const Model *m, Str *out) { // is the cache f16 by default?
@@ -6179,12 +6145,11 @@ static bool info_types(const Model *m, Str *out) { // is the cache f16 by defaul
     const Config *c = &m->config;
     int64_t count[COUNT(formats) + 1] = {0}, parameters = 0;
     bool half = m->version == 2;        // of a .bin
-    if (!g) {
-        int64_t kv = (int64_t)c->n_kv_heads * c->head_size;
-        int64_t layer = (int64_t)c->dim * (2 + 2LL * c->dim + 2 * kv + 3LL * c->hidden_dim);
-        parameters = c->n_layers * layer + c->dim
-                     + (int64_t)c->dim * c->vocab_size * (m->tied ? 1 : 2);
-    }
+    if (!g) parameters = c->dim + (int64_t)c->dim * c->vocab_size * (m->tied ? 1 : 2);
+    for (const Part *p = parts; !g && p < parts + COUNT(parts); p++)
+        if (part_exists(m, m->layers, p)) // all layers are alike
+            parameters += c->n_layers * part_size(m, m->layers, p->rows)
+                          * part_size(m, m->layers, p->cols);
     bool untied = g && gguf_tensor_find(g, "output.weight");
     for (; g; g = g->next)
         for (int i = 0; i < g->n_tensors; i++) {
@@ -6262,7 +6227,6 @@ static void cmd_info(const Options *o, const Model *m) {
  */
 // To add a mode: a cmd_ function in chapter 13, a row here, its name in the row of --mode.
 static const struct { void (*run)(const Options *, const Model *); int need; } modes[] = {
-    {NULL, 0},
     {cmd_generate, NEED_VOCAB | NEED_WEIGHTS},
     {cmd_chat, NEED_VOCAB | NEED_WEIGHTS},
     {cmd_tokenize, NEED_VOCAB},
@@ -6357,10 +6321,10 @@ static int run(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN);
     interrupt_arm();
     Model m = {0};
-    model_open(&m, file_map(o.model), o.tokenizer, modes[o.mode].need);
+    model_open(&m, file_map(o.model), o.tokenizer, modes[o.mode - 1].need);
     if (o.tokenizer && m.gguf) note(&o, "-z: a GGUF brings its own vocabulary");
     if (!o.quiet) warn_lines(&m.warnings);
-    modes[o.mode].run(&o, &m);
+    modes[o.mode - 1].run(&o, &m);
     out_flush();
     return interrupted ? 130 : 0;
 }

@@ -193,7 +193,7 @@ static Outcome program_reading(const char *input, const char *model, const char 
     return o;
 }
 
-static bool str_has(const Str *s, const char *word) { return span_has((Span){s->p, s->n}, word); }
+static bool str_has(const Str *s, const char *word) { return span_find(str_span(s), word); }
 
 static void write_file(const char *path, const void *bytes, size_t n) {
     FILE *f = fopen(path, "wb");
@@ -1167,7 +1167,7 @@ static void shown_thinking(const char *form, int think, const char *reply, const
     put(stream_flush(&s.stream));
     Outcome shown = streams_close(0);
     check(!strcmp(shown.out.p, want), "%s shows `%s`, expected `%s`", reply, shown.out.p, want);
-    outcome_free(&shown), stream_free(&s.stream), str_free(&s.piece), str_free(&s.reply);
+    outcome_free(&shown), stream_free(&s.stream), str_free(&s.reply);
     free(ids.p), model_close(&m);
 }
 
@@ -1514,7 +1514,7 @@ static void real_text(const Model *m, Span name, int n, double mean, Reader *ref
     tok_bos(&m->vocab, &ids);
     tok_encode(&m->vocab, (Span){(const char *)text.base, text.size}, NULL, 0, &ids);
     if (!check((int)ids.n == n, "%s: %zu tokens, expected %d", path, ids.n, n)) return;
-    Session *s = session_new(m, n, n, false, default_threads(m), n);
+    Session *s = session_new(m, n, n, false, core_count(), n);
     int vocab = m->config.vocab_size, other = 0;
     float *logits = session_feed(s, ids.p, n, WANT_ALL);
     double sum = 0, worst = 0;
