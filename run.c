@@ -495,7 +495,7 @@ static float rng_float(uint64_t *state) { // [0, 1)
 #define SIMD_CALL static
 #endif
 
-enum { ISA_C, ISA_AVX2, ISA_AVX512, ISA_COUNT, ISA_NEON = 1, ISA_SDOT }; // of one machine: rise
+enum { ISA_C, ISA_AVX2, ISA_AVX512, ISA_NEON = 1, ISA_SDOT, ISA_I8MM, ISA_COUNT }; // they rise
 enum { LANES = 8, FLOAT_BLOCK = 2048 };
 
 typedef struct Format Format;
@@ -555,7 +555,7 @@ typedef union {
     float w[PANEL_K * PANEL_ROWS]; // [k][row]
     struct {
         // [block][step][row]: four bytes. Pairs: 16 steps of two integers, weights 0 2, 4 6 ...,
-        // then 1 3, 5 7 ...; quads: 8 steps of four bytes as in Group
+        // then 1 3, 5 7 ...; quads: 8 steps of four bytes as in Group. Octs: 4 steps of eight
         uint8_t q[PANEL_BLOCKS * 16 * PANEL_ROWS * 4];
         float s[PANEL_BLOCKS * 2 * PANEL_ROWS], m[PANEL_BLOCKS * 2 * PANEL_ROWS]; // [block][2][row]
     };
@@ -1365,15 +1365,20 @@ static const Simd simd_neon = {fma_neon,    fma_neon,  spread_neon, store_neon, 
 #else
 #define DOT_PRODUCT ".arch armv8.2-a+dotprod\n\t"
 #endif
-NEON int32x4_t sdot(int32x4_t s, uint8x16_t a, uint8x16_t b) {
-    __asm__(DOT_PRODUCT "sdot %0.4s, %1.16b, %2.16b" : "+w"(s) : "w"(a), "w"(b));
-    return s;
-}
-
-NEON int32x4_t udot(int32x4_t s, uint8x16_t a, uint8x16_t b) {
-    __asm__(DOT_PRODUCT "udot %0.4s, %1.16b, %2.16b" : "+w"(s) : "w"(a), "w"(b));
-    return s;
-}
+#ifdef __ARM_FEATURE_MATMUL_INT8
+#define I8MM ""
+#else
+#define I8MM ".arch armv8.2-a+dotprod+i8mm\n\t"
+#endif
+#define BYTES_PRODUCT(name, arch)                                                                \
+    NEON int32x4_t name(int32x4_t s, uint8x16_t a, uint8x16_t b) {                               \
+        __asm__(arch #name " %0.4s, %1.16b, %2.16b" : "+w"(s) : "w"(a), "w"(b));                 \
+        return s;                                                                                \
+    }
+BYTES_PRODUCT(sdot, DOT_PRODUCT)
+BYTES_PRODUCT(udot, DOT_PRODUCT)
+BYTES_PRODUCT(usmmla, I8MM) // two rows times two rows of eight: four sums
+BYTES_PRODUCT(ummla, I8MM)
 
 NEON void sums_sdot(const Format *f, const Group *g, const int16_t *q, const uint8_t *bytes,
                     V8i s[2]) {
@@ -1611,7 +1616,7 @@ SOME_COLUMNS(avx2, AVX2_CALL)
 #else
 SOME_COLUMNS(neon, NEON_CALL)
 SOME_COLUMNS(sdot, NEON_CALL)
-#define DOTS(name) name##_dot_neon, name##_dot_sdot
+#define DOTS(name) name##_dot_neon, name##_dot_sdot, name##_dot_sdot
 #define X(name, id, block, bytes, offset, scales, minima, ...) \
     DOT(neon, NEON_CALL, neon, name, scales, minima)           \
     DOT(sdot, NEON_CALL, sdot, name, scales, minima)
@@ -1686,7 +1691,7 @@ static void float_dot_c(const Product *p, const int64_t *row, const Acts *x, int
 FLOATS_AND_BIN(X)
 #undef X
 #elif defined(HAVE_NEON)
-#define FLOAT_DOTS(name) name##_dot_neon, name##_dot_neon
+#define FLOAT_DOTS(name) name##_dot_neon, name##_dot_neon, name##_dot_neon
 #define X(name, ...) FLOAT_DOT(neon, NEON_CALL, false, name)
 FLOATS_AND_BIN(X)
 #undef X
@@ -1771,19 +1776,21 @@ SIMD_CALL void float_pack(const Tensor *t, int64_t row, int64_t k, int len, int 
     else floats_pack(id, t->format->bytes, t, row, k, len, rows, p);
 }
 
-// Eight rows of n blocks
-SIMD_INLINE void groups_pack(bool quads, const Format *f, const Group *g, int n, int block, int r,
+// Eight rows of n blocks: as pairs of integers, of two bytes, or quads or octs of bytes
+SIMD_INLINE void groups_pack(int bytes, const Format *f, const Group *g, int n, int block, int r,
                              int rows, Panel *p) {
     const V16h offset = (V16h){0} + (int16_t)f->offset;
-    const int steps = quads ? 8 : 16;
     float *s = p->s + block * 2 * rows + r, *m = p->m + block * 2 * rows + r;
     V8i v[8];
     for (int i = 0; i < n; i++) {
-        uint8_t *q = p->q + ((block + i) * steps * rows + r) * 4;
+        uint8_t *q = p->q + (block + i) * (bytes == 2 ? 64 : 32) * rows + r * MAX(bytes, 4);
+        for (int z = 0; z < 32 && bytes == 8; z++)
+            memcpy(q + (z % 4 * rows + z / 4) * 8, (const uint8_t *)&g[z / 4].u[i] + z % 4 * 8, 8);
+        if (bytes == 8) continue;
         UNROLL for (int z = 0; z < 8; z++)
-            v[z] = quads ? (V8i)g[z].u[i] : (V8i)(((V16h)g[z].u[i] & 255) - offset);
+            v[z] = bytes == 4 ? (V8i)g[z].u[i] : (V8i)(((V16h)g[z].u[i] & 255) - offset);
         columns_store(v, q, rows);
-        if (quads) continue;
+        if (bytes == 4) continue;
         UNROLL for (int z = 0; z < 8; z++) v[z] = (V8i)((V16h)((V16u)g[z].u[i] >> 8) - offset);
         columns_store(v, q + 8 * rows * 4, rows);
     }
@@ -1797,7 +1804,7 @@ SIMD_INLINE void groups_pack(bool quads, const Format *f, const Group *g, int n,
     }
 }
 
-SIMD_INLINE void quantised_pack(bool quads, const Tensor *t, int64_t row, int64_t k, int len,
+SIMD_INLINE void quantised_pack(int bytes_each, const Tensor *t, int64_t row, int64_t k, int len,
                                 int rows, Panel *p) {
     const Format *f = t->format;
     const uint8_t *in = t->data + k / f->block * f->bytes;
@@ -1810,18 +1817,19 @@ SIMD_INLINE void quantised_pack(bool quads, const Tensor *t, int64_t row, int64_
                 const uint8_t *at = in + (size_t)MIN(row + r + i, t->rows - 1) * t->stride;
                 f->open(t, group_pad(t, at, n, room), at, n, &g[i]);
             }
-            groups_pack(quads, f, g, n, b, r, rows, p);
+            groups_pack(bytes_each, f, g, n, b, r, rows, p);
         }
 }
 
-#define QUANTISED_PACK(how)                                                                      \
+#define QUANTISED_PACK(how, bytes_each)                                                          \
     SIMD_CALL void how##_pack(const Tensor *t, int64_t row, int64_t k, int len, int rows,        \
                               Panel *p) {                                                        \
-        quantised_pack(*#how == 'q', t, row, k, len, rows, p);                                   \
+        quantised_pack(bytes_each, t, row, k, len, rows, p);                                     \
     }
-QUANTISED_PACK(pairs)
+QUANTISED_PACK(pairs, 2)
 #ifdef HAVE_NEON
-QUANTISED_PACK(quads)
+QUANTISED_PACK(quads, 4)
+QUANTISED_PACK(octs, 8)
 #endif
 
 // ---- panels: tiles. A tile is the part of a panel's products that fits in registers: the rows of
@@ -1836,7 +1844,8 @@ TILE_TYPES(128)
 #define INLINE_128 NEON
 #define CALL_128 NEON_CALL
 typedef struct { int32x4_t half[2]; } S128; // of each row two sums: of pairs, or upper and lower
-enum { FLOAT_ROWS_128 = 16, FLOATS_128 = 5, INTEGER_ROWS_128 = 8, INTEGERS_128 = 5 };
+enum { FLOAT_ROWS_128 = 16, FLOATS_128 = 5, INTEGER_ROWS_128 = 8 };
+enum { COLUMNS_pairs_128 = 5, COLUMNS_quads_128 = 5, COLUMNS_octs_128 = 4 };
 
 NEON F128 all_128(float x) { return vdupq_n_f32(x); }
 NEON F128 fma_128(F128 a, F128 b, F128 c) { return vfmaq_f32(c, a, b); }
@@ -1873,8 +1882,8 @@ TILE_TYPES(256)
 TILE_TYPES(512)
 typedef __m256i S256;
 typedef __m512i S512;
-enum { FLOAT_ROWS_256 = 16, FLOATS_256 = 6, INTEGER_ROWS_256 = 16, INTEGERS_256 = 4 };
-enum { FLOAT_ROWS_512 = 48, FLOATS_512 = 8, INTEGER_ROWS_512 = 48, INTEGERS_512 = 8 };
+enum { FLOAT_ROWS_256 = 16, FLOATS_256 = 6, INTEGER_ROWS_256 = 16, COLUMNS_pairs_256 = 4 };
+enum { FLOAT_ROWS_512 = 48, FLOATS_512 = 8, INTEGER_ROWS_512 = 48, COLUMNS_pairs_512 = 8 };
 
 INLINE_256 F256 all_256(float x) { return _mm256_set1_ps(x); }
 INLINE_512 F512 all_512(float x) { return _mm512_set1_ps(x); }
@@ -1930,10 +1939,66 @@ INLINE_512 F512 pairs_sums_512(S512 s, int32_t less) { return (void)less, _mm512
         else floats_##bits(HALF, p, x, column, len, part);                                        \
     }
 
-// Integers: a pair, or quad, of activations is broadcast and multiplied with those of all rows. The
-// weights of pairs have no offset any more; quads have: what is too much goes at the end.
-// end_: a block is done, lane += dx * scale * sum.
-enum { STEPS_pairs = 16, STEPS_quads = 8 }; // of a block
+// Integers: the sums of one half of a block, or all of it, as floats: v[column][row]. A pair, or
+// quad, of activations is broadcast and multiplied with those of all rows. The weights of pairs
+// have no offset any more; others have: what is too much, less[], goes at the end.
+enum { STEPS_pairs = 16, STEPS_quads = 8, STEPS_octs = 8 }; // words of a row in a block
+#define STEPPED_SUMS(bits, how)                                                                   \
+    INLINE_##bits void how##_##bits(int cols, int scales, const uint8_t *w,                       \
+                                    const uint8_t *const *in, const int32_t *less, int flip,      \
+                                    F##bits *v) {                                                 \
+        enum { ROWS = INTEGER_ROWS_##bits, EACH = ROWS * 32 / bits };                             \
+        S##bits s[COLUMNS_##how##_##bits][EACH];                                                  \
+        UNROLL for (int c = 0; c < cols; c++)                                                     \
+            UNROLL for (int i = 0; i < EACH; i++) s[c][i] = (S##bits){0};                         \
+        UNROLL for (int z = 0; z < STEPS_##how; z += 8) /* of each eight, four are a half's */      \
+            UNROLL for (int i = z; i < z + 8 / scales; i++) {                                     \
+                const W##bits *at = (const W##bits *)(w + i * ROWS * 4);                          \
+                UNROLL for (int c = 0; c < cols; c++)                                             \
+                    UNROLL for (int y = 0; y < EACH; y++)                                         \
+                        s[c][y] = how##_mul_##bits(s[c][y], at[y], in[c] + 4 * i, flip);          \
+            }                                                                                     \
+        UNROLL for (int c = 0; c < cols; c++)                                                     \
+            UNROLL for (int i = 0; i < EACH; i++)                                                 \
+                v[c * EACH + i] = how##_sums_##bits(s[c][i], less[c]);                            \
+    }
+#ifdef HAVE_NEON
+STEPPED_SUMS(128, pairs)
+STEPPED_SUMS(128, quads)
+
+NEON void octs_128(int cols, int scales, const uint8_t *w, const uint8_t *const *in,
+                   const int32_t *less, int flip, F128 *v) {
+    enum { PAIRS = INTEGER_ROWS_128 / 2 };
+    int32x4_t s[2][COLUMNS_octs_128 / 2][PAIRS]; // of upper, lower bytes
+    (void)flip;
+    UNROLL for (int z = 0; z < 2; z++)
+        UNROLL for (int c = 0; c < cols / 2; c++)
+            UNROLL for (int i = 0; i < PAIRS; i++) s[z][c][i] = vdupq_n_s32(0);
+    UNROLL for (int k = 0; k < 4 / scales; k++)
+        UNROLL for (int z = 0; z < 2; z++)
+            UNROLL for (int c = 0; c < cols / 2; c++) {
+                const int at = 8 * k + 64 * z;
+                const uint8x8_t one = vld1_u8(in[2 * c] + at), two = vld1_u8(in[2 * c + 1] + at);
+                const uint8x16_t x = vcombine_u8(one, two);
+                UNROLL for (int i = 0; i < PAIRS; i++) {
+                    const uint8x16_t u = vld1q_u8(w + (k * PAIRS + i) * 16);
+                    s[z][c][i] = z ? ummla(s[z][c][i], u, x) : usmmla(s[z][c][i], u, x);
+                }
+            }
+    UNROLL for (int c = 0; c < cols; c++)
+        UNROLL for (int i = 0; i < PAIRS; i += 2) {
+            int32x4_t sum[2];
+            UNROLL for (int z = 0; z < 2; z++)
+                sum[z] = c % 2 ? vuzp2q_s32(s[z][c / 2][i], s[z][c / 2][i + 1])
+                               : vuzp1q_s32(s[z][c / 2][i], s[z][c / 2][i + 1]);
+            v[(c * PAIRS + i) / 2] = quads_sums_128((S128){{sum[0], sum[1]}}, less[c]);
+        }
+}
+#else
+STEPPED_SUMS(256, pairs)
+STEPPED_SUMS(512, pairs)
+#endif
+
 INLINE const uint8_t *pairs_at(const Acts *x, int64_t row, int64_t block) {
     return (const uint8_t *)(x->q + row * x->ldq + 32 * block);
 }
@@ -1941,14 +2006,17 @@ INLINE int32_t pairs_less(const Format *f, int scales, const int32_t *sum, int64
     return (void)f, (void)scales, (void)sum, (void)ldb, 0;
 }
 #ifdef HAVE_NEON
-INLINE const uint8_t *quads_at(const Acts *x, int64_t row, int64_t block) {
-    return bytes_at(x, row, block);
+#define octs_at bytes_at
+#define quads_at bytes_at
+INLINE int32_t octs_less(const Format *f, int scales, const int32_t *sum, int64_t ldb) {
+    return f->offset * (scales == 1 ? sum[0] + sum[ldb] : sum[0]);
 }
 INLINE int32_t quads_less(const Format *f, int scales, const int32_t *sum, int64_t ldb) {
-    return f->offset * (f->offset == 128 ? sum[2 * ldb] : scales == 1 ? *sum + sum[ldb] : *sum);
+    return f->offset == 128 ? 128 * sum[2 * ldb] : octs_less(f, scales, sum, ldb);
 }
 #endif
 
+// end_: a block is done, lane += dx * scale * sum
 #define QUANTISED_TILE(bits, how)                                                                 \
     INLINE_##bits void how##_end_##bits(int cols, int each, const F##bits *v, const float *scale, \
                                         const float *const *dx, int block, float *lane) {         \
@@ -1962,11 +2030,13 @@ INLINE int32_t quads_less(const Format *f, int scales, const int32_t *sum, int64
     INLINE_##bits void how##_blocks_##bits(int cols, int scales, int minima, const Format *f,     \
                                            const Panel *p, const Acts *x, int column, int len,    \
                                            float *part) {                                         \
-        enum { COLS = INTEGERS_##bits, ROWS = INTEGER_ROWS_##bits, EACH = ROWS * 32 / bits };     \
-        const int flip = f->offset == 128 ? 128 : 0;                                              \
-        const uint8_t *w = p->q;                                                                  \
+        enum { COLS = COLUMNS_##how##_##bits, ROWS = INTEGER_ROWS_##bits };                       \
+        enum { EACH = ROWS * 32 / bits };                                                         \
+        const int half = 4 * 4, flip = f->offset == 128 ? 128 : 0;                                \
+        const uint8_t *w = p->q, *in[COLS];                                                       \
         const float *dx[COLS];                                                                    \
         const int32_t *sum[COLS];                                                                 \
+        int32_t less[COLS];                                                                       \
         F##bits v[COLS * EACH];                                                                   \
         int64_t row[COLS];                                                                        \
         UNROLL for (int c = 0; c < cols; c++) {                                                   \
@@ -1976,25 +2046,12 @@ INLINE int32_t quads_less(const Format *f, int scales, const int32_t *sum, int64
         }                                                                                         \
         for (int b = 0; b < len / 32; b++, w += STEPS_##how * ROWS * 4) {                         \
             float *lane = part + (column * LANES + b % LANES * COLS) * ROWS;                      \
-            const uint8_t *in[COLS];                                                              \
-            UNROLL for (int c = 0; c < cols; c++) in[c] = how##_at(x, row[c], b);                 \
-            UNROLL for (int h = 0; h < scales; h++) { /* of each eight steps, four are a half's */\
-                S##bits s[COLS][EACH];                                                            \
-                UNROLL for (int c = 0; c < cols; c++)                                             \
-                    UNROLL for (int i = 0; i < EACH; i++) s[c][i] = (S##bits){0};                 \
-                UNROLL for (int z = 0; z < STEPS_##how; z += 8)                                   \
-                    UNROLL for (int i = 0; i < 8 / scales; i++) {                                 \
-                        const int step = z + 4 * h + i;                                           \
-                        const W##bits *at = (const W##bits *)(w + step * ROWS * 4);               \
-                        UNROLL for (int c = 0; c < cols; c++)                                     \
-                            UNROLL for (int y = 0; y < EACH; y++)                                 \
-                                s[c][y] = how##_mul_##bits(s[c][y], at[y], in[c] + 4 * step, flip);\
-                    }                                                                             \
+            UNROLL for (int h = 0; h < scales; h++) {                                             \
                 UNROLL for (int c = 0; c < cols; c++) {                                           \
-                    const int32_t less = how##_less(f, scales, sum[c] + b + h * x->ldb, x->ldb);  \
-                    UNROLL for (int i = 0; i < EACH; i++)                                         \
-                        v[c * EACH + i] = how##_sums_##bits(s[c][i], less);                       \
+                    in[c] = how##_at(x, row[c], b) + h * half;                                    \
+                    less[c] = how##_less(f, scales, sum[c] + b + h * x->ldb, x->ldb);             \
                 }                                                                                 \
+                how##_##bits(cols, scales, w + h * half * ROWS, in, less, flip, v);               \
                 how##_end_##bits(cols, EACH, v, p->s + (2 * b + h) * ROWS, dx, b, lane);          \
             }                                                                                     \
             UNROLL for (int h = 0; h < minima; h++) {                                             \
@@ -2016,14 +2073,15 @@ INLINE int32_t quads_less(const Format *f, int scales, const int32_t *sum, int64
     }                                                                                             \
     CALL_##bits void how##_tile_##bits(const Format *f, const Panel *p, const Acts *x, int column,\
                                        int len, float *part) {                                    \
-        if (INTEGERS_##bits > 4 && x->n - column > 4)                                             \
-            how##_kinds_##bits(INTEGERS_##bits, f, p, x, column, len, part);                      \
+        enum { COLS = COLUMNS_##how##_##bits };                                                   \
+        if (COLS > 4 && x->n - column > 4) how##_kinds_##bits(COLS, f, p, x, column, len, part);  \
         else how##_kinds_##bits(4, f, p, x, column, len, part);                                   \
     }
 #ifdef HAVE_NEON
 FLOAT_TILE(128)
 QUANTISED_TILE(128, pairs)
 QUANTISED_TILE(128, quads)
+QUANTISED_TILE(128, octs)
 #else
 FLOAT_TILE(256)
 QUANTISED_TILE(256, pairs)
@@ -2064,7 +2122,8 @@ SIMD_CALL void fold_panel(const float *part, int columns, int panel_rows, int n,
 // ---- the tables
 #define PANELS(bits, how, above_floats, above_integers)                                           \
     {{above_floats, FLOAT_ROWS_##bits, FLOATS_##bits, float_pack, float_tile_##bits},             \
-     {above_integers, INTEGER_ROWS_##bits, INTEGERS_##bits, how##_pack, how##_tile_##bits}}
+     {above_integers, INTEGER_ROWS_##bits, COLUMNS_##how##_##bits, how##_pack,                    \
+      how##_tile_##bits}}
 static const struct {
     void (*quantise)(const Acts *a, int row, int64_t from, int64_t to);
     PanelKernels panel[2]; // of floats, of integers
@@ -2076,6 +2135,7 @@ static const struct {
 #elif defined(HAVE_NEON)
     {quantise_neon, PANELS(128, pairs, 12, 6)},
     {quantise_sdot, PANELS(128, quads, 12, 6)},
+    {quantise_sdot, PANELS(128, octs, 12, 6)},
 #endif
 };
 
@@ -2112,12 +2172,15 @@ static int isa_best(void) {
                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                        __builtin_cpu_supports("avx512vnni")
                    ? ISA_AVX512 : ISA_AVX2;
-#elif defined(__ARM_FEATURE_DOTPROD) || defined(HAVE_NEON) && defined(__APPLE__)
-    return ISA_SDOT;
-#elif defined(HAVE_NEON) && defined(__linux__)
-    return getauxval(AT_HWCAP) & HWCAP_ASIMDDP ? ISA_SDOT : ISA_NEON;
 #elif defined(HAVE_NEON)
-    return ISA_NEON;
+    bool sdot = sizeof DOT_PRODUCT == 1, i8mm = sizeof I8MM == 1; // compiled for them
+#ifdef __APPLE__
+    sdot = true; // all have it
+#elif defined(__linux__)
+    sdot |= getauxval(AT_HWCAP) >> 20 & 1;   // HWCAP_ASIMDDP
+    i8mm |= getauxval(AT_HWCAP2) >> 13 & 1;  // HWCAP2_I8MM, which old headers do not name
+#endif
+    return i8mm ? ISA_I8MM : sdot ? ISA_SDOT : ISA_NEON;
 #endif
     return ISA_C;
 }
@@ -2369,6 +2432,7 @@ static const VecOps vec_ops[ISA_COUNT] = {
     {narrow_avx2, sum_squares_avx2, exps_avx2, row_max_avx2, scores_avx2, mix_avx2},
     {narrow_avx2, sum_squares_avx512, exps_avx512, row_max_avx512, scores_avx512, mix_avx512},
 #elif defined(HAVE_NEON)
+    {narrow_neon, sum_squares_neon, exps_neon, row_max_neon, scores_neon, mix_neon},
     {narrow_neon, sum_squares_neon, exps_neon, row_max_neon, scores_neon, mix_neon},
     {narrow_neon, sum_squares_neon, exps_neon, row_max_neon, scores_neon, mix_neon},
 #endif
