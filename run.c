@@ -194,14 +194,11 @@ typedef struct { uint32_t *slot; uint32_t mask; } Map;
 
 static uint32_t span_hash(Span s) {
     uint64_t h = 0x9E3779B97F4A7C15u ^ s.n;
-    for (; s.n >= 8; s.p += 8, s.n -= 8) {
-        uint64_t w;
-        memcpy(&w, s.p, 8);
+    for (size_t n; s.n; s.p += n, s.n -= n) {
+        uint64_t w = 0;
+        memcpy(&w, s.p, n = MIN(s.n, 8));
         h = (h ^ w) * 0xFF51AFD7ED558CCDu, h ^= h >> 32;
     }
-    uint64_t w = 0;
-    memcpy(&w, s.p, s.n);
-    h = (h ^ w) * 0xC4CEB9FE1A85EC53u;
     return (uint32_t)(h >> 32 ^ h >> 7);
 }
 
@@ -246,11 +243,8 @@ static void rd_fail(Reader *r, const char *what) {
 }
 
 static const uint8_t *rd_bytes(Reader *r, uint64_t n) { // n bytes in place, or NULL
+    if (n > r->size - r->at) rd_fail(r, "the file ends too early");
     if (r->error) return NULL;
-    if (n > r->size - r->at) {
-        rd_fail(r, "the file ends too early");
-        return NULL;
-    }
     r->at += (size_t)n;
     return r->base + r->at - n;
 }
@@ -314,21 +308,15 @@ static double now(void) { // seconds
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-static uint64_t time_seed(void) { // differs between two starts in the same second
-    struct timespec t;
-    clock_gettime(CLOCK_REALTIME, &t);
-    return (uint64_t)t.tv_sec * 1000003u ^ (uint64_t)t.tv_nsec ^ (uint64_t)getpid() << 32;
-}
+static uint64_t time_seed(void) { return (uint64_t)(1e9 * now()) ^ (uint64_t)getpid() << 32; }
 
 static volatile sig_atomic_t interrupted; // the one mutable global: set by Ctrl-C
 
-static void on_interrupt(int sig) { // the second Ctrl-C ends the program as it would without us
-    interrupted = 1;
-    signal(sig, SIG_DFL);
-}
+static void on_interrupt(int sig) { interrupted = sig; }
 
-static void interrupt_arm(void) { // without SA_RESTART, so that a waiting read returns
-    struct sigaction action = {.sa_handler = on_interrupt};
+// The second Ctrl-C ends the program as it would without us. No SA_RESTART: a waiting read returns.
+static void interrupt_arm(void) {
+    struct sigaction action = {.sa_handler = on_interrupt, .sa_flags = SA_RESETHAND};
     interrupted = 0;
     sigaction(SIGINT, &action, NULL);
 }
@@ -405,20 +393,17 @@ static bool team_next(Team *t, long count, long *i) {
 
 // Runs work(arg, rank) once in each of t->n threads; fewer if the machine gives fewer.
 static void team_run(Team *t, void (*work)(void *arg, int rank), void *arg) {
-    atomic_store(&t->ticket, 0), atomic_store(&t->here, 0);
 #ifdef _OPENMP
-    if (t->n > 1) {
-        #pragma omp parallel num_threads(t->n)
-        {
-            #pragma omp single
-            t->n = omp_get_num_threads();
-            work(arg, omp_get_thread_num());
-        }
-        return;
+    #pragma omp parallel num_threads(t->n)
+    {
+        #pragma omp single
+        t->n = omp_get_num_threads();
+        work(arg, omp_get_thread_num());
     }
-#endif
+#else
     t->n = 1;
     work(arg, 0);
+#endif
 }
 
 // ---- random numbers: xorshift*, llama2.c's generator, so that its seeds keep their texts
