@@ -491,6 +491,7 @@ typedef struct {            // a matrix in the file: [rows][cols], each row a ru
     size_t stride;          // bytes a row
     const uint8_t *scales;  // .bin v2 only: one f32 for every `group` weights through all rows
     int group;
+    float *bias;            // [rows], or NULL: none
 } Tensor;
 
 typedef struct {            // activations: n rows of floats, and the same as 16-bit blocks of 32
@@ -2640,13 +2641,10 @@ typedef struct {
     float *sinks;                       // (n_heads)
     Tensor w1, w3;                      // (hidden_dim, dim): gate_proj and up_proj
     Tensor w2;                          // (dim, hidden_dim): down_proj
-    float *bq, *bk, *bv, *bo;           // biases of wq ... w2, NULL where there are none
-    float *b1, *b3, *b2;
     float *shared_gate;                 // (dim) of the shared expert
     Tensor router;                      // (n_experts, dim)
     Tensor e1, e3;                      // (n_experts * expert_dim, dim): gate, up of all experts
     Tensor e2;                          // (n_experts * dim, expert_dim): down
-    float *router_bias, *be1, *be3, *be2;
 } Layer;
 
 typedef struct { int32_t next; uint32_t left; } Merge; // left: bytes of the left part; index = rank
@@ -2721,47 +2719,44 @@ enum { NO_DIM, DIM, Q_DIM, KV_DIM, HEAD, HEADS, HIDDEN, SHARED_DIM, EXPERTS, EXP
 
 typedef struct {
     const char *name;                   // in a GGUF: blk.N.NAME.weight, and a bias if there is one
-    size_t at, bias;                    // places in Layer: of a Tensor and of `rows` floats as its
-                                        // bias, or where rows is NO_DIM of floats alone
+    size_t at;                          // place in Layer: of a Tensor, or where rows is NO_DIM of a
+                                        // float *
     int rows, cols;                     // a layer where one of them is 0 does not have the part
     int flags;                          // 0, or architectures without any of these do not have it
     const char *fused;                  // some files hold all parts of this name as one tensor
 } Part;
 
-#define PART_VECTOR(title, field, size)                                                            \
-    .name = title, .at = offsetof(Layer, field), .rows = NO_DIM, .cols = size
-#define PART_MATRIX(title, field, added, out, in)                                                  \
-    .name = title, .at = offsetof(Layer, field), .bias = offsetof(Layer, added), .rows = out,      \
-    .cols = in
+#define PART(title, field, out, in)                                                                \
+    .name = title, .at = offsetof(Layer, field), .rows = out, .cols = in
 enum { ATTN_NORM, WQ, WK, WV, WO, FFN_NORM, W1, W2, W3 }; // the order of .bin v0
 
 /* To add a part: a field in Layer, a row here, its use in chapter 6. */
 static const Part parts[] = {
-    [ATTN_NORM] = {PART_VECTOR("attn_norm", attn_norm, DIM), .flags = NORM_BEFORE},
-    [WQ] = {PART_MATRIX("attn_q", wq, bq, Q_DIM, DIM), .fused = "attn_qkv"},
-    [WK] = {PART_MATRIX("attn_k", wk, bk, KV_DIM, DIM), .fused = "attn_qkv"},
-    [WV] = {PART_MATRIX("attn_v", wv, bv, KV_DIM, DIM), .fused = "attn_qkv"},
-    [WO] = {PART_MATRIX("attn_output", wo, bo, DIM, Q_DIM)},
-    [FFN_NORM] = {PART_VECTOR("ffn_norm", ffn_norm, DIM), .flags = NORM_FFN},
-    [W1] = {PART_MATRIX("ffn_gate", w1, b1, HIDDEN, DIM), .fused = "ffn_up"},
-    [W2] = {PART_MATRIX("ffn_down", w2, b2, DIM, HIDDEN)},
-    [W3] = {PART_MATRIX("ffn_up", w3, b3, HIDDEN, DIM), .fused = "ffn_up"},
-    {PART_VECTOR("post_attention_norm", ffn_norm, DIM), .flags = NORM_FFN_MOVED},
-    {PART_VECTOR("post_attention_norm", attn_post, DIM), .flags = NORM_AFTER},
-    {PART_VECTOR("post_ffw_norm", ffn_post, DIM), .flags = NORM_AFTER},
-    {PART_VECTOR("attn_q_norm", q_norm, HEAD), .flags = NORM_QK},
-    {PART_VECTOR("attn_k_norm", k_norm, HEAD), .flags = NORM_QK},
-    {PART_VECTOR("attn_q_norm", q_norm, Q_DIM), .flags = NORM_QK_WIDE},
-    {PART_VECTOR("attn_k_norm", k_norm, KV_DIM), .flags = NORM_QK_WIDE},
-    {PART_VECTOR("attn_sinks", sinks, HEADS), .flags = SINKS},
-    {PART_MATRIX("ffn_gate_inp", router, router_bias, EXPERTS, DIM)},
-    {PART_MATRIX("ffn_gate_exps", e1, be1, ALL_EXPERT_DIM, DIM)},
-    {PART_MATRIX("ffn_down_exps", e2, be2, ALL_DIM, EXPERT_DIM)},
-    {PART_MATRIX("ffn_up_exps", e3, be3, ALL_EXPERT_DIM, DIM)},
-    {PART_MATRIX("ffn_gate_shexp", w1, b1, SHARED_DIM, DIM)},
-    {PART_MATRIX("ffn_down_shexp", w2, b2, DIM, SHARED_DIM)},
-    {PART_MATRIX("ffn_up_shexp", w3, b3, SHARED_DIM, DIM)},
-    {PART_VECTOR("ffn_gate_inp_shexp", shared_gate, DIM), .flags = SHARED},
+    [ATTN_NORM] = {PART("attn_norm", attn_norm, NO_DIM, DIM), .flags = NORM_BEFORE},
+    [WQ] = {PART("attn_q", wq, Q_DIM, DIM), .fused = "attn_qkv"},
+    [WK] = {PART("attn_k", wk, KV_DIM, DIM), .fused = "attn_qkv"},
+    [WV] = {PART("attn_v", wv, KV_DIM, DIM), .fused = "attn_qkv"},
+    [WO] = {PART("attn_output", wo, DIM, Q_DIM)},
+    [FFN_NORM] = {PART("ffn_norm", ffn_norm, NO_DIM, DIM), .flags = NORM_FFN},
+    [W1] = {PART("ffn_gate", w1, HIDDEN, DIM), .fused = "ffn_up"},
+    [W2] = {PART("ffn_down", w2, DIM, HIDDEN)},
+    [W3] = {PART("ffn_up", w3, HIDDEN, DIM), .fused = "ffn_up"},
+    {PART("post_attention_norm", ffn_norm, NO_DIM, DIM), .flags = NORM_FFN_MOVED},
+    {PART("post_attention_norm", attn_post, NO_DIM, DIM), .flags = NORM_AFTER},
+    {PART("post_ffw_norm", ffn_post, NO_DIM, DIM), .flags = NORM_AFTER},
+    {PART("attn_q_norm", q_norm, NO_DIM, HEAD), .flags = NORM_QK},
+    {PART("attn_k_norm", k_norm, NO_DIM, HEAD), .flags = NORM_QK},
+    {PART("attn_q_norm", q_norm, NO_DIM, Q_DIM), .flags = NORM_QK_WIDE},
+    {PART("attn_k_norm", k_norm, NO_DIM, KV_DIM), .flags = NORM_QK_WIDE},
+    {PART("attn_sinks", sinks, NO_DIM, HEADS), .flags = SINKS},
+    {PART("ffn_gate_inp", router, EXPERTS, DIM)},
+    {PART("ffn_gate_exps", e1, ALL_EXPERT_DIM, DIM)},
+    {PART("ffn_down_exps", e2, ALL_DIM, EXPERT_DIM)},
+    {PART("ffn_up_exps", e3, ALL_EXPERT_DIM, DIM)},
+    {PART("ffn_gate_shexp", w1, SHARED_DIM, DIM)},
+    {PART("ffn_down_shexp", w2, DIM, SHARED_DIM)},
+    {PART("ffn_up_shexp", w3, SHARED_DIM, DIM)},
+    {PART("ffn_gate_inp_shexp", shared_gate, NO_DIM, DIM), .flags = SHARED},
 };
 
 static int64_t part_size(const Model *m, const Layer *l, int what) {
@@ -2780,10 +2775,10 @@ static bool part_exists(const Model *m, const Layer *l, const Part *p) {
     return usual && part_size(m, l, p->rows) && part_size(m, l, p->cols);
 }
 
-// A copy of a one-row tensor as floats, (cols).
+// A copy of a tensor of one row or one column, as floats.
 static float *vector_copy(const Tensor *t) {
-    float *v = xalloc((size_t)t->cols, sizeof *v);
-    tensor_row(t, 0, v);
+    float *v = xalloc((size_t)(t->rows * t->cols), sizeof *v);
+    for (int64_t i = 0; i < t->rows; i++) tensor_row(t, i, v + i * t->cols);
     return v;
 }
 
@@ -2796,12 +2791,10 @@ static void matrix_count(Model *m, const Tensor *t, bool experts) {
 }
 
 static void part_set(Model *m, Layer *l, const Part *p, const Tensor *t) {
-    char *field = (char *)l + p->at;
+    void *field = (char *)l + p->at;
     if (p->rows == NO_DIM) *(float **)field = vector_copy(t);
-    else {
-        *(Tensor *)field = *t;
-        matrix_count(m, t, p->rows == ALL_EXPERT_DIM || p->rows == ALL_DIM);
-    }
+    else *(Tensor *)field = *t;
+    if (p->rows != NO_DIM) matrix_count(m, t, p->rows == ALL_EXPERT_DIM || p->rows == ALL_DIM);
 }
 
 // Layers that are all alike, as the sizes in Config say.
@@ -3218,7 +3211,7 @@ static GgufTensor *gguf_tensor_find(const Gguf *g, const char *name) {
     return NULL;
 }
 
-// As (rows, cols): rows go through all dimensions but the first. One row takes in all of them.
+// As (rows, cols): rows go through all dimensions but the first. One row or column takes in all.
 // False if there is none, which is an error unless it is optional.
 static bool gguf_tensor(const Gguf *g, const char *name, int64_t rows, int64_t cols, bool optional,
                         Tensor *out) {
@@ -3232,11 +3225,12 @@ static bool gguf_tensor(const Gguf *g, const char *name, int64_t rows, int64_t c
     if (!f)
         rd_die(t->r, t->at, "tensor %s has weight type %u, which is not known here", name, t->type);
     uint64_t far = t->dims[1] * t->dims[2] * t->dims[3]; // each bounded: see gguf_tensor_info
-    if (rows == 1 ? t->dims[0] * far != (uint64_t)cols
-                  : t->dims[0] != (uint64_t)cols || far != (uint64_t)rows)
+    bool vector = rows == 1 || cols == 1, fits = t->dims[0] == (uint64_t)cols;
+    if (vector ? t->dims[0] * far != (uint64_t)(rows * cols) : !fits || far != (uint64_t)rows)
         rd_die(t->r, t->at, "tensor %s is (%" PRIu64 ", %" PRIu64 ", %" PRIu64 "), expected (%"
                PRId64 ", %" PRId64 ")", name, t->dims[0], t->dims[1], t->dims[2] * t->dims[3],
                cols, rows);
+    if (cols % f->block) die("%s: %s in blocks", g->r->name, name);
     *out = (Tensor){.format = f, .data = t->r->base + t->at, .rows = rows, .cols = cols,
                     .stride = (size_t)(cols / f->block) * (size_t)f->bytes};
     return true;
@@ -3397,34 +3391,34 @@ static void gguf_unused(Model *m, const Gguf *g) {
                    count, SHOWN(first));
 }
 
-// Part p of layer n, or its bias; where the file holds several parts as one tensor, its share.
+// Part p of layer n, or its bias, as a column; where several parts are one tensor, its share.
 static bool gguf_part(const Model *m, const Gguf *g, int n, const Part *p, bool bias, Tensor *out) {
     const Layer *l = &m->layers[n];
     const char *suffix = bias ? "bias" : "weight";
-    int64_t rows = part_size(m, l, p->rows), cols = part_size(m, l, p->cols), all = 0, before = 0;
+    int64_t rows = part_size(m, l, p->rows), cols = bias ? 1 : part_size(m, l, p->cols);
+    int64_t all = 0, before = 0;
     char name[64], fused[64];
     snprintf(name, sizeof name, "blk.%d.%s.%s", n, p->name, suffix);
     const GgufTensor *own = gguf_tensor_find(g, name);
     if (p->fused && (!own || (int64_t)own->dims[bias ? 0 : 1] != rows)) {
         snprintf(fused, sizeof fused, "blk.%d.%s.%s", n, p->fused, suffix);
-        for (const Part *q = parts; q < parts + COUNT(parts); q++)
-            if (q->fused && !strcmp(q->fused, p->fused)) {
-                if (q < p) before += part_size(m, l, q->rows);
-                all += part_size(m, l, q->rows);
-            }
-        if (gguf_tensor(g, fused, bias ? 1 : all, bias ? all : cols, true, out)) {
-            if (bias && out->format->block > 1) die("%s: %s in blocks", g->r->name, fused);
-            out->data += (size_t)before * (bias ? (size_t)out->format->bytes : out->stride);
-            *(bias ? &out->cols : &out->rows) = rows;
+        for (const Part *q = parts; q < parts + COUNT(parts); q++) {
+            if (!q->fused || strcmp(q->fused, p->fused)) continue;
+            all += part_size(m, l, q->rows);
+            if (q < p) before = all;
+        }
+        if (gguf_tensor(g, fused, all, cols, true, out)) {
+            out->data += (size_t)before * out->stride;
+            out->rows = rows;
             return true;
         }
     }
-    return gguf_tensor(g, name, bias ? 1 : rows, bias ? rows : cols, bias, out);
+    return gguf_tensor(g, name, rows, cols, bias, out);
 }
 
 static void gguf_weights(Model *m, const Gguf *g) {
     Config *c = &m->config;
-    Tensor t;
+    Tensor t, bias;
     const GgufTensor *embedding = gguf_tensor_find(g, "token_embd.weight");
     c->vocab_size = embedding ? (int)MIN(embedding->dims[1], MAX_VOCAB) : 1;
     gguf_tensor(g, "token_embd.weight", c->vocab_size, c->dim, false, &m->embedding);
@@ -3440,9 +3434,8 @@ static void gguf_weights(Model *m, const Gguf *g) {
         for (const Part *p = parts; p < parts + COUNT(parts); p++) {
             if (!part_exists(m, l, p)) continue;
             gguf_part(m, g, n, p, false, &t);
+            if (p->rows != NO_DIM && gguf_part(m, g, n, p, true, &bias)) t.bias = vector_copy(&bias);
             part_set(m, l, p, &t);
-            if (p->rows != NO_DIM && gguf_part(m, g, n, p, true, &t))
-                *(float **)((char *)l + p->bias) = vector_copy(&t);
         }
     }
 }
@@ -3620,8 +3613,8 @@ static int64_t cache_bytes_per_token(const Model *m, bool half) {
 }
 
 // ---- rows
-static void row_add(float *x, const float *y, int n) {
-    for (int i = 0; y && i < n; i++) x[i] += y[i];
+static void row_add(float *x, const float *bias, int64_t from, int n) { // its elements from there on
+    for (int i = 0; bias && i < n; i++) x[i] += bias[from + i];
 }
 
 // RMSNorm: y = x / sqrt(mean x^2 + eps) * weight. No weight: y = x
@@ -3639,21 +3632,27 @@ static void row_cap(const Session *s, float *x, int64_t from, int64_t to, float 
     for (int64_t i = from; i < to; i++) x[i] = c * (1 - 2 / (x[i] + 1));
 }
 
-// out = act(gate) * up. Every activation here is gate * sigmoid(z) with its own z.
-static void row_gate(const Session *s, float *out, const float *gate, const float *up, int n) {
-    int flags = s->model->config.arch->flags;
+// Elements from .. to - 1 of a row of h = act(gate) * up; their biases begin at bias_from. Every
+// activation here is gate * sigmoid(z) with its own z.
+static void row_gate(const Session *s, const Acts *h, int64_t row, int64_t from, int64_t to,
+                     const float *gate_bias, const float *up_bias, int64_t bias_from) {
+    int flags = s->model->config.arch->flags, n = (int)(to - from);
+    float *gate = s->h1 + row * h->cols + from, *up = s->h3 + row * h->cols + from;
+    float *out = h->x + row * h->ldx + from;
+    row_add(gate, gate_bias, bias_from, n);
+    row_add(up, up_bias, bias_from, n);
+    for (int i = 0; flags & CLAMPED && i < n; i++) {
+        gate[i] = MIN(gate[i], 7.0f);
+        up[i] = 1 + MAX(-7.0f, MIN(up[i], 7.0f));
+    }
     for (int i = 0; i < n; i++) {
-        float g = flags & CLAMPED ? MIN(gate[i], 7.0f) : gate[i], z = g;
+        float g = gate[i], z = flags & CLAMPED ? 1.702f * g : g;
         if (flags & GELU) z = 1.59576912f * (g + 0.044715f * g * g * g); // 2 sqrt(2 / pi) (...)
-        if (flags & CLAMPED) z = 1.702f * g;
         out[i] = -z;
     }
     vec_ops[s->team.isa].exps(out, 0, n, 0);
-    for (int i = 0; i < n; i++) {
-        float g = flags & CLAMPED ? MIN(gate[i], 7.0f) : gate[i];
-        float u = flags & CLAMPED ? 1 + MAX(-7.0f, MIN(up[i], 7.0f)) : up[i];
-        out[i] = g / (1.0f + out[i]) * u;
-    }
+    for (int i = 0; i < n; i++) out[i] = gate[i] / (1.0f + out[i]) * up[i];
+    acts_quantise(s->team.isa, h, (int)row, from, to);
 }
 
 // Between two blocks: what the last one gave joins the stream, x += scale * norm(branch + bias),
@@ -3665,7 +3664,7 @@ static void rows_join(const Pass *p, Worker *w, const float *bias, const float *
     const Config *c = &s->model->config;
     for (long j; team_next(w->team, p->n - p->first, &j);) {
         float *x = s->x + (p->first + j) * c->dim, *branch = s->branch + j * c->dim;
-        row_add(branch, bias, c->dim);
+        row_add(branch, bias, 0, c->dim);
         if (post) row_norm(s, branch, branch, post, c->dim);
         for (int k = 0; k < c->dim; k++) x[k] += c->residual_scale * branch[k];
         if (trace) memcpy(trace + (p->first + j) * c->dim, x, sizeof *x * (size_t)c->dim);
@@ -3718,9 +3717,9 @@ static void attention_prepare(const Session *s, const Layer *l, int row, int h, 
     float *q = s->q + (int64_t)row * l->n_heads * d + q_at;
     float *k = s->k + (int64_t)row * l->n_kv_heads * d + kv_at;
     float *v = s->v + (int64_t)row * l->n_kv_heads * d + kv_at;
-    if (l->bq) row_add(q, l->bq + q_at, q_dim);
-    if (l->bk) row_add(k, l->bk + kv_at, kv_dim);
-    if (l->bv) row_add(v, l->bv + kv_at, kv_dim);
+    row_add(q, l->wq.bias, q_at, q_dim);
+    row_add(k, l->wk.bias, kv_at, kv_dim);
+    row_add(v, l->wv.bias, kv_at, kv_dim);
     bool wide = c->arch->flags & NORM_QK_WIDE;
     for (int i = 0; l->q_norm && i < q_dim; i += wide ? q_dim : d)
         row_norm(s, q + i, q + i, l->q_norm, wide ? q_dim : d);
@@ -3814,12 +3813,8 @@ static void ffn_dense(const Pass *p, Worker *w, const Layer *l, const Acts *a) {
     matmul(w, a, (Product[]){{&l->w1, s->h1, hidden, 0, rows}, {&l->w3, s->h3, hidden, 0, rows}},
            2);
     for (long i; team_next(w->team, (long)rows * pieces, &i);) {
-        int64_t row = i / pieces, from = i % pieces * part, to = MIN(hidden, from + part);
-        float *gate = s->h1 + row * hidden + from, *up = s->h3 + row * hidden + from;
-        if (l->b1) row_add(gate, l->b1 + from, to - from);
-        if (l->b3) row_add(up, l->b3 + from, to - from);
-        row_gate(s, h.x + row * h.ldx + from, gate, up, to - from);
-        acts_quantise(s->team.isa, &h, (int)row, from, to);
+        int64_t from = i % pieces * part, to = MIN(hidden, from + part);
+        row_gate(s, &h, i / pieces, from, to, l->w1.bias, l->w3.bias, from);
     }
     matmul(w, &h, (Product[]){{&l->w2, s->branch, dim, 0, rows}}, 1);
 }
@@ -3830,7 +3825,7 @@ static void experts_choose(const Session *s, const Layer *l, int row) {
     const VecOps *ops = &vec_ops[s->team.isa];
     int n = l->n_experts, *chosen = s->chosen + row * c->n_used;
     float *p = s->route + (int64_t)row * n, *share = s->share + row * c->n_used, sum = 0;
-    row_add(p, l->router_bias, n);
+    row_add(p, l->router.bias, 0, n);
     float all = ops->exps(p, 0, n, ops->row_max(p, 0, n));
     for (int k = 0; k < c->n_used; k++) {
         int best = 0;
@@ -3876,14 +3871,9 @@ static void ffn_experts(const Pass *p, Worker *w, const Layer *l, const Acts *a)
     for (long i; team_next(w->team, pairs, &i);)
         acts_copy(&in, s->place[i], a, (int)i / c->n_used);
     matmul(w, &in, s->product, 2 * s->n_in_use);
-    for (long i; team_next(w->team, pairs, &i);) {
-        int64_t at = s->place[i], e = s->chosen[i];
-        float *gate = s->h1 + at * hidden, *up = s->h3 + at * hidden;
-        if (l->be1) row_add(gate, l->be1 + e * hidden, hidden);
-        if (l->be3) row_add(up, l->be3 + e * hidden, hidden);
-        row_gate(s, h.x + at * h.ldx, gate, up, hidden);
-        acts_quantise(s->team.isa, &h, (int)at, 0, hidden);
-    }
+    for (long i; team_next(w->team, pairs, &i);)
+        row_gate(s, &h, s->place[i], 0, hidden, l->e1.bias, l->e3.bias,
+                 (int64_t)s->chosen[i] * hidden);
     matmul(w, &h, s->product + 2 * l->n_experts, s->n_in_use);
     for (long i; team_next(w->team, rows, &i);) {
         float *branch = s->branch + i * dim, shared = 1;
@@ -3898,7 +3888,7 @@ static void ffn_experts(const Pass *p, Worker *w, const Layer *l, const Acts *a)
         for (int j = 0; j < c->n_used; j++) {
             int64_t pair = i * c->n_used + j;
             float *y = s->expert_out + s->place[pair] * (int64_t)dim;
-            if (l->be2) row_add(y, l->be2 + s->chosen[pair] * (int64_t)dim, dim);
+            row_add(y, l->e2.bias, s->chosen[pair] * (int64_t)dim, dim);
             for (int k = 0; k < dim; k++) branch[k] += s->share[pair] * y[k];
         }
     }
@@ -3927,10 +3917,10 @@ static void forward_worker(void *arg, int rank) {
         layer_attention(&p, w, l, &a);
         if (last && !wanted) return;
         a = acts_at(s->acts, p.n - p.first, dim);
-        rows_join(&p, w, l->bo, l->attn_post, l->ffn_norm, &a, NULL);
+        rows_join(&p, w, l->wo.bias, l->attn_post, l->ffn_norm, &a, NULL);
         if (l->hidden_dim) ffn_dense(&p, w, l, &a);
         if (l->n_experts) ffn_experts(&p, w, l, &a);
-        rows_join(&p, w, l->b2, l->ffn_post, last ? m->output_norm : l[1].attn_norm, &a,
+        rows_join(&p, w, l->w2.bias, l->ffn_post, last ? m->output_norm : l[1].attn_norm, &a,
                   s->trace ? s->trace + (int64_t)i * s->chunk * dim : NULL);
     }
     int64_t vocab = m->config.vocab_size;
