@@ -2603,7 +2603,7 @@ typedef struct { // rotary position table: angle of pair i at p is p * inv_freq[
     float scale;                        // of cosine and sine
 } Rope;
 
-enum { ROPE_FULL, ROPE_WINDOW, N_ROPES }; // tables of a model; n_rot is 0 where one is not used
+enum { ROPE_FULL, ROPE_WINDOW, N_ROPES }; // tables of a model, alike in n_rot; 0: it is not used
 
 typedef struct {
     const Arch *arch;
@@ -2820,9 +2820,9 @@ static void rope_init(Rope *r, int n_rot, double base, double factor) {
 static const uint8_t bin_magic[4] = {0x32, 0x34, 0x6b, 0x61}; // 0x616b3432, "ak42" to its author
 
 typedef struct {                        // walks the tensors of a .bin, which have no names
-    Reader *r;
+    const Reader *r;
     uint64_t at;                        // may pass the end of the file, which bin_open compares
-    int version, group;
+    int group;                          // version 2: weights to a scale; else 0
 } BinCursor;
 
 static const uint8_t *bin_bytes(BinCursor *b, uint64_t n) { // NULL past the end
@@ -2831,11 +2831,14 @@ static const uint8_t *bin_bytes(BinCursor *b, uint64_t n) { // NULL past the end
 }
 
 static Tensor bin_tensor(BinCursor *b, int64_t rows, int64_t cols, bool matrix) {
-    bool quantised = matrix && b->version == 2;
+    bool quantised = matrix && b->group;
     Tensor t = {.rows = rows, .cols = cols, .format = format_of(TYPE_F32)};
     t.stride = (size_t)cols * (quantised ? 1 : 4);
     t.data = bin_bytes(b, (uint64_t)rows * t.stride);
     if (quantised) {
+        if (rows * cols % b->group)
+            rd_die(b->r, 37, "group_size %d does not divide a matrix of %" PRId64 " x %" PRId64,
+                   b->group, rows, cols);
         bool aligned = cols % b->group == 0 && b->group % 32 == 0;
         t.format = format_of(aligned ? TYPE_BIN_BLOCKS : TYPE_BIN_FLAT), t.group = b->group;
         t.scales = bin_bytes(b, (uint64_t)(rows * cols / b->group * 4));
@@ -2872,25 +2875,16 @@ static bool bin_header(Model *m, Reader *r, BinCursor *b) { // gives: is the cla
     if (c->dim % c->n_heads || c->dim / c->n_heads % 2 || c->n_heads % c->n_kv_heads)
         rd_die(r, r->at - 8, "n_heads is %d, n_kv_heads %d, expected to cut dim %d into even heads "
                "and these into groups", c->n_heads, c->n_kv_heads, c->dim);
-    int vocab = bin_int(r, "vocab_size", b->version ? 1 : -MAX_VOCAB, MAX_VOCAB);
+    int vocab = bin_int(r, "vocab_size", m->version ? 1 : -MAX_VOCAB, MAX_VOCAB);
     if (!vocab) rd_die(r, r->at - 4, "vocab_size is 0");
     c->vocab_size = abs(vocab);         // version 0: below 0 where the classifier is not shared
     c->seq_len = bin_int(r, "seq_len", 1, MAX_POSITIONS);
     c->head_size = c->dim / c->n_heads;
     c->norm_eps = 1e-5f;                // llama2.c's constant; no version of the file states it
     c->embed_scale = c->residual_scale = c->logit_divisor = 1;
-    if (!b->version) return vocab > 0;
-    bool shared = rd_uint(r, 1) != 0;
-    if (b->version == 2) {
-        b->group = bin_int(r, "group_size", 1, MAX_DIM);
-        const int64_t rows[] = {c->vocab_size, c->dim, c->n_kv_heads * c->head_size, c->hidden_dim};
-        for (int i = 0; i < COUNT(rows); i++)
-            if (rows[i] * c->dim % b->group)
-                rd_die(r, r->at - 4, "group_size %d does not divide a matrix of %" PRId64 " x %d",
-                       b->group, rows[i], c->dim);
-    }
-    r->at = 256;
-    if (r->at > r->size) rd_die(r, r->size, "the file ends in its header of 256 bytes");
+    b->at = m->version ? 256 : r->at;
+    bool shared = m->version ? rd_uint(r, 1) : vocab > 0;
+    if (m->version == 2) b->group = bin_int(r, "group_size", 1, MAX_DIM);
     return shared;
 }
 
@@ -2900,18 +2894,16 @@ static void bin_open(Model *m) {
     BinCursor b = {.r = r};
     if (r->size >= 8 && !memcmp(r->base, bin_magic, 4)) {
         r->at = 4;
-        b.version = (int32_t)rd_uint(r, 4);
-        if (b.version != 1 && b.version != 2)
-            rd_die(r, 4, ".bin version %d, expected 1 or 2 (version 0 has no magic)", b.version);
+        m->version = (int32_t)rd_uint(r, 4);
+        if (m->version != 1 && m->version != 2)
+            rd_die(r, 4, ".bin version %d, expected 1 or 2 (version 0 has no magic)", m->version);
     }
-    m->version = b.version;
     bool shared = bin_header(m, r, &b);
-    b.at = r->at;
     c->arch = &archs[0];
     layers_init(m);
     rope_init(&c->rope[ROPE_FULL], c->head_size, 10000.0, 1.0);
     Tensor norm;
-    if (b.version == 0) {
+    if (m->version == 0) {
         m->embedding = bin_tensor(&b, c->vocab_size, c->dim, true);
         for (int part = ATTN_NORM; part <= W3; part++) bin_layers(m, &b, part);
         norm = bin_tensor(&b, 1, c->dim, false);
@@ -2928,7 +2920,7 @@ static void bin_open(Model *m) {
     if (b.at != r->size)
         die("%s: %zu bytes, expected %" PRIu64 " for dim %d, hidden_dim %d, n_layers %d, "
             "vocab_size %d, seq_len %d%s", r->name, r->size, b.at, c->dim, c->hidden_dim,
-            c->n_layers, c->vocab_size, c->seq_len, b.version == 2 ? ", int8" : "");
+            c->n_layers, c->vocab_size, c->seq_len, b.group ? ", int8" : "");
     m->output_norm = vector_copy(&norm);
 }
 
@@ -2949,6 +2941,7 @@ typedef struct {
 
 typedef struct {
     uint32_t type;
+    const Format *format;               // NULL: not known here
     uint64_t dims[4], offset, bytes;
     const Reader *r;                    // the file it is in, at its first byte
     size_t at;
@@ -2958,7 +2951,7 @@ typedef struct {
 struct Gguf {
     Reader *r;
     Span arch;                          // general.architecture
-    int n_keys, n_tensors;
+    int n_tensors;
     Span *keys, *names;
     GgufValue *values;
     GgufTensor *tensors;
@@ -2992,45 +2985,42 @@ static void gguf_pairs(Gguf *g, uint64_t n) {
         rd_die(r, 16, "%" PRIu64 " metadata pairs, more than the file can hold", n);
     g->keys = xalloc((size_t)n, sizeof *g->keys), g->values = xalloc((size_t)n, sizeof *g->values);
     g->key_map = map_new((size_t)n);
-    for (g->n_keys = 0; g->n_keys < (int)n; g->n_keys++) {
-        int i = g->n_keys;
+    for (int i = 0; i < (int)n; i++) {
         size_t at = r->at;
         g->keys[i] = rd_string(r);
         g->values[i].type = (uint32_t)rd_uint(r, 4);
         gguf_skip(r, g->keys[i], &g->values[i]);
         rd_check(r);
-        if (!g->keys[i].n) rd_die(r, at, "a metadata key without a name");
         if (map_add(&g->key_map, g->keys, (uint32_t)i) != i)
             rd_die(r, at, "key %.*s stands twice", SHOWN(g->keys[i]));
     }
 }
 
-// Names of keys that begin with a dot stand behind the name of the architecture.
-static const char *gguf_key(char full[static 160], const Gguf *g, const char *key) {
-    snprintf(full, 160, "%.*s%s", *key == '.' ? (int)MIN(g->arch.n, 100) : 0, g->arch.p, key);
-    return full;
-}
-
-#define FULL(key) gguf_key((char[160]){0}, g, key)
-
-static const GgufValue *gguf_find(const Gguf *g, const char *name) {
-    const char *key = FULL(name);
-    int64_t i = map_find(&g->key_map, g->keys, (Span){key, strlen(key)});
+// A name of a key that begins with a dot stands behind the name of the architecture.
+static const GgufValue *gguf_find(const Gguf *g, const char *key) {
+    char full[160];
+    snprintf(full, sizeof full, "%.*s%s", *key == '.' ? (int)MIN(g->arch.n, 100) : 0, g->arch.p,
+             key);
+    int64_t i = map_find(&g->key_map, g->keys, (Span){full, strlen(full)});
     return i < 0 ? NULL : &g->values[i];
 }
 
-_Noreturn static void gguf_wrong(const Gguf *g, const char *key, const char *expected) {
+// The end for a value that is there; gguf_wrong, for its type.
+#define gguf_die(g, v, format, ...)                                                                \
+    rd_die((g)->r, (v)->at, "key %.*s is " format, SHOWN((g)->keys[(v) - (g)->values]), __VA_ARGS__)
+
+_Noreturn static void gguf_wrong(const Gguf *g, const char *key, bool array, const char *expected) {
+    static const char *const of[] = {"", "an array of "};
     const GgufValue *v = gguf_find(g, key);
-    rd_die(g->r, v->at, "key %s is %s%s, expected %s", FULL(key), v->array ? "an array of " : "",
-           gguf_types[v->type].name, expected);
+    gguf_die(g, v, "%s%s, expected %s%s", of[v->array], gguf_types[v->type].name, of[array],
+             expected);
 }
 
 // The value of a key, NULL if the file has none; one of another type is wrong.
 static const GgufValue *gguf_typed(const Gguf *g, const char *key, uint32_t type, bool array) {
     const GgufValue *v = gguf_find(g, key);
-    char expected[32];
-    snprintf(expected, sizeof expected, "%s%s", array ? "an array of " : "", gguf_types[type].name);
-    if (v && (v->type != type || v->array != array)) gguf_wrong(g, key, expected);
+    if (v && (v->type != type || v->array != array))
+        gguf_wrong(g, key, array, gguf_types[type].name);
     return v;
 }
 
@@ -3052,14 +3042,14 @@ static int64_t gguf_layer_int(const Gguf *g, const char *key, int layer, int64_t
                               int64_t missing) {
     const GgufValue *v = gguf_find(g, key);
     int64_t n;
-    if (!v && missing == NEEDED) die("%s: key %s is missing", g->r->name, FULL(key));
+    if (!v && missing == NEEDED)
+        die("%s: key %.*s%s is missing", g->r->name, SHOWN(g->arch), key);
     if (!v) return missing;
-    if (v->array && layer >= 0 && (uint64_t)layer >= v->count) gguf_wrong(g, key, "one a layer");
-    if ((v->array && layer < 0) || !gguf_element(g, v, v->array ? (uint64_t)layer : 0, &n))
-        gguf_wrong(g, key, "a whole number");
+    uint64_t i = v->array ? (uint64_t)layer : 0;
+    if (i >= v->count && layer >= 0) gguf_wrong(g, key, true, "one a layer");
+    if (i >= v->count || !gguf_element(g, v, i, &n)) gguf_wrong(g, key, false, "a whole number");
     if (n < low || n > high)
-        rd_die(g->r, v->at, "key %s is %" PRId64 ", expected %" PRId64 " to %" PRId64, FULL(key), n,
-               low, high);
+        gguf_die(g, v, "%" PRId64 ", expected %" PRId64 " to %" PRId64, n, low, high);
     return n;
 }
 
@@ -3067,23 +3057,17 @@ static int64_t gguf_int(const Gguf *g, const char *key, int64_t low, int64_t hig
     return gguf_layer_int(g, key, -1, low, high, none);
 }
 
-static int gguf_bool(const Gguf *g, const char *key) { // -1 if missing
-    const GgufValue *v = gguf_typed(g, key, GGUF_BOOL, false);
-    return v ? g->r->base[v->at] != 0 : -1;
-}
-
 // A finite number, at least 0 or, gguf_positive, above it.
 static double gguf_number(const Gguf *g, const char *key, double missing) {
     const GgufValue *v = gguf_typed(g, key, GGUF_F32, false);
     double x = v ? (double)f32_at(g->r->base + v->at) : missing;
-    if (!(x >= 0 && x < 1e30))
-        rd_die(g->r, v->at, "key %s is %g, expected a number from 0 on", FULL(key), x);
+    if (!(x >= 0 && x < 1e30)) gguf_die(g, v, "%g, expected a number from 0 on", x);
     return x;
 }
 
 static double gguf_positive(const Gguf *g, const char *key, double missing) {
     double x = gguf_number(g, key, missing);
-    if (x == 0) die("%s: key %s is 0, expected a number above it", g->r->name, FULL(key));
+    if (x == 0) gguf_die(g, gguf_find(g, key), "%g, expected a number above it", x);
     return x;
 }
 
@@ -3101,10 +3085,6 @@ static Span gguf_string(const Gguf *g, const char *key) { // empty if missing
     return v ? rd_string(&r) : SPAN("");
 }
 
-static const Format *gguf_format(uint32_t type) { // NULL: not known; ids from 1000 on are our own
-    return type < 1000 ? format_of(type) : NULL;
-}
-
 // Checks and sizes one row of the tensor table; where its bytes lie is checked when all are known.
 static void gguf_tensor_info(Gguf *g, int i) {
     Reader *r = g->r;
@@ -3112,23 +3092,21 @@ static void gguf_tensor_info(Gguf *g, int i) {
     size_t at = r->at;
     Span name = g->names[i] = rd_string(r);
     uint32_t n_dims = (uint32_t)rd_uint(r, 4);
+    for (uint32_t d = 0; d < 4; d++) t->dims[d] = d < n_dims ? rd_uint(r, 8) : 1;
+    t->type = (uint32_t)rd_uint(r, 4), t->offset = rd_uint(r, 8);
     rd_check(r);
     if (n_dims < 1 || n_dims > 4)
         rd_die(r, at, "tensor %.*s: %u dimensions, expected 1 to 4", SHOWN(name), n_dims);
     if (map_add(&g->name_map, g->names, (uint32_t)i) != i)
         rd_die(r, at, "tensor %.*s stands twice", SHOWN(name));
     uint64_t count = 1, most = 8 * (uint64_t)r->size; // weights: no type takes under a bit
-    for (uint32_t d = 0; d < 4; d++) {
-        t->dims[d] = d < n_dims ? rd_uint(r, 8) : 1;
-        rd_check(r);
+    for (int d = 0; d < 4; d++) {
         if (t->dims[d] < 1 || t->dims[d] > most / count)
-            rd_die(r, at, "tensor %.*s: dimension %u is %" PRIu64 ", expected 1 to what %zu bytes "
+            rd_die(r, at, "tensor %.*s: dimension %d is %" PRIu64 ", expected 1 to what %zu bytes "
                    "hold", SHOWN(name), d, t->dims[d], r->size);
         count *= t->dims[d];
     }
-    t->type = (uint32_t)rd_uint(r, 4), t->offset = rd_uint(r, 8);
-    rd_check(r);
-    const Format *f = gguf_format(t->type);
+    const Format *f = t->format = t->type < 1000 ? format_of(t->type) : NULL; // more: our own ids
     if (!f) return;                     // an unknown type is refused where the tensor is used
     if (t->dims[0] % (uint64_t)f->block)
         rd_die(r, at, "tensor %.*s: rows of %" PRIu64 ", expected a multiple of %d for %s",
@@ -3170,7 +3148,8 @@ static Gguf *gguf_read(Reader *r) {
     gguf_pairs(g, n_keys);
     g->arch = gguf_string(g, "general.architecture");
     g->alignment = (uint64_t)gguf_int(g, "general.alignment", 1, 1 << 20, 32);
-    if (g->alignment & (g->alignment - 1)) gguf_wrong(g, "general.alignment", "a power of two");
+    if (g->alignment & (g->alignment - 1)) 
+        gguf_wrong(g, "general.alignment", false, "a power of two");
     gguf_tensors(g, n_tensors);
     return g;
 }
@@ -3221,7 +3200,7 @@ static bool gguf_tensor(const Gguf *g, const char *name, int64_t rows, int64_t c
             rows);
     if (!t) return false;
     t->used = true;
-    const Format *f = gguf_format(t->type);
+    const Format *f = t->format;
     if (!f)
         rd_die(t->r, t->at, "tensor %s has weight type %u, which is not known here", name, t->type);
     uint64_t far = t->dims[1] * t->dims[2] * t->dims[3]; // each bounded: see gguf_tensor_info
@@ -3246,7 +3225,7 @@ static void gguf_foreign(const Gguf *g) {
     for (int i = 0; i < COUNT(keys); i++)
         gguf_int(g, keys[i].key, keys[i].low, keys[i].high, keys[i].low);
     if (gguf_int(g, ".expert_gating_func", 0, 3, 1) == 2)
-        gguf_wrong(g, ".expert_gating_func", "softmax (1 or 3): sigmoid is not known here");
+        gguf_wrong(g, ".expert_gating_func", false, "softmax (1 or 3), not sigmoid");
     double scale = gguf_number(g, ".expert_weights_scale", 1);
     if ((scale && scale != 1) || gguf_number(g, ".attention.clamp_kqv", 0))
         die("%s: scaled expert weights or clamped queries, which are not known here", g->r->name);
@@ -3271,7 +3250,7 @@ static void gguf_config(Model *m, const Gguf *g) {
                          *shared = gguf_tensor_find(g, "blk.0.ffn_down_shexp.weight");
         c->expert_dim = expert ? MIN(expert->dims[0], MAX_DIM) : 1;
         c->hidden_dim = shared ? MIN(shared->dims[0], MAX_DIM) : 0;
-        int sum_1 = gguf_bool(g, ".expert_weights_norm");
+        int sum_1 = gguf_int(g, ".expert_weights_norm", 0, 1, -1);
         c->weights_sum_1 = sum_1 >= 0 ? sum_1 : (a->flags & WEIGHTS_SUM_1) != 0;
     }
     double embed = a->flags & EMBED_SCALED ? sqrt((double)c->dim) : 1;
@@ -3307,7 +3286,7 @@ static void gguf_layer(Model *m, const Gguf *g, int i) {
     bool slides = pattern && pattern->array ? n > 0 : !n || i % n < n - 1;
     if (slides) l->window = gguf_int(g, ".attention.sliding_window", 0, INT_MAX, a->window);
     l->rope = l->window && a->flags & WINDOW_ROPE ? ROPE_WINDOW : ROPE_FULL;
-    bool none = a->flags & ROPE_SWITCH && gguf_bool(g, ".rope.scaling.finetuned") == 0;
+    bool none = a->flags & ROPE_SWITCH && !gguf_int(g, ".rope.scaling.finetuned", 0, 1, 1);
     if (none || (a->no_rope && (i + 1) % a->no_rope == 0)) l->rope = -1;
 }
 
@@ -3354,13 +3333,12 @@ static void gguf_ropes(Model *m, const Gguf *g) {
     if (n_rot % 2) die("%s: heads of %d (rope %d), expected even", g->r->name, c->head_size, n_rot);
     double own_base = (double)c->arch->base;
     double base = gguf_positive(g, ".rope.freq_base", own_base ? own_base : 10000);
-    double factor = gguf_positive(g, ".rope.scale_linear", 1); // the old name
-    double scaled = gguf_number(g, ".rope.scaling.factor", factor); // 0: none is stated
-    factor = scaled > 0 ? scaled : factor;
+    double factor = gguf_number(g, ".rope.scaling.factor", 0);
+    if (!factor) factor = gguf_positive(g, ".rope.scale_linear", 1); // the old name
     Span type = gguf_string(g, ".rope.scaling.type");
     bool yarn = span_is(type, "yarn"), linear = !type.n || span_is(type, "linear");
     if (!yarn && !linear && !span_is(type, "none") && !span_is(type, "longrope"))
-        gguf_wrong(g, ".rope.scaling.type", "none, linear, yarn or longrope");
+        gguf_wrong(g, ".rope.scaling.type", false, "none, linear, yarn or longrope");
     rope_init(r, n_rot, base, linear ? factor : 1);
     if (yarn) rope_yarn(r, g, base, factor, c);
     r->scale *= gguf_positive(g, ".rope.scaling.attn_factor", 1);
@@ -3375,7 +3353,7 @@ static void gguf_ropes(Model *m, const Gguf *g) {
     if (rope_divide(g, "rope_factors_long.weight", n_rot / 2, FLT_MIN, r->inv_long))
         r->short_len = c->short_len;
     else if (span_is(type, "longrope"))
-        gguf_wrong(g, ".rope.scaling.type", "its factors as tensors");
+        gguf_wrong(g, ".rope.scaling.type", false, "its factors as tensors");
     rope_divide(g, "rope_factors_short.weight", n_rot / 2, FLT_MIN, r->inv_freq);
 }
 
@@ -3434,7 +3412,8 @@ static void gguf_weights(Model *m, const Gguf *g) {
         for (const Part *p = parts; p < parts + COUNT(parts); p++) {
             if (!part_exists(m, l, p)) continue;
             gguf_part(m, g, n, p, false, &t);
-            if (p->rows != NO_DIM && gguf_part(m, g, n, p, true, &bias)) t.bias = vector_copy(&bias);
+            bool biased = p->rows != NO_DIM && gguf_part(m, g, n, p, true, &bias);
+            if (biased) t.bias = vector_copy(&bias);
             part_set(m, l, p, &t);
         }
     }
@@ -3498,15 +3477,14 @@ static void gguf_open(Model *m, int need) {
 // Opens a mapped model file; `need` says what has to be there, 0: read what is there. Dies with the
 // reason.
 static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
-    static const char older[][5] = {"FUGG", "tjgg", "fmgg", "lmgg"};
-    char magic[5] = "";
+    static const char *const older[] = {"FUGG", "tjgg", "fmgg", "lmgg"};
+    Span magic = {(const char *)file.base, MIN(file.size, 4)};
     m->file = file;
-    memcpy(magic, file.base, MIN(file.size, 4));
     for (int i = 0; i < COUNT(older); i++)
-        if (!strcmp(magic, older[i]))
+        if (span_is(magic, older[i]))
             die("%s: byte 0: magic %s: a format before GGUF (or one of the other byte order)",
-                file.name, magic);
-    if (!strcmp(magic, "GGUF")) gguf_open(m, need);
+                file.name, older[i]);
+    if (span_is(magic, "GGUF")) gguf_open(m, need);
     else {
         bin_open(m);
         if (need & NEED_VOCAB) bin_vocab(m, tokenizer);
@@ -3613,7 +3591,7 @@ static int64_t cache_bytes_per_token(const Model *m, bool half) {
 }
 
 // ---- rows
-static void row_add(float *x, const float *bias, int64_t from, int n) { // its elements from there on
+static void row_add(float *x, const float *bias, int64_t from, int n) { // bias[from ...] or none
     for (int i = 0; bias && i < n; i++) x[i] += bias[from + i];
 }
 
@@ -3674,9 +3652,7 @@ static void rows_join(const Pass *p, Worker *w, const float *bias, const float *
 }
 
 static float *rope_turn(const Session *s, int table, int row) { // (n_rot / 2, 2)
-    const Rope *r = s->model->config.rope;
-    int64_t at = table == ROPE_WINDOW ? (int64_t)s->chunk * r[ROPE_FULL].n_rot : 0;
-    return s->turn + at + (int64_t)row * r[table].n_rot;
+    return s->turn + ((int64_t)table * s->chunk + row) * s->model->config.rope[table].n_rot;
 }
 
 // Angles are formed in double: in float they would be off by 1e-4 at position 4,096.
@@ -4679,10 +4655,10 @@ static void vocab_from_gguf(Vocab *v, const Gguf *g, Str *warnings) {
     if (spm) vocab_repair_scores(v);
     else vocab_read_merges(v, merges, n_merges);
     if (v->kind == VOCAB_BPE) v->uni = uni_new();
-    int add_bos = gguf_bool(g, "tokenizer.ggml.add_bos_token");
+    int add_bos = gguf_int(g, "tokenizer.ggml.add_bos_token", 0, 1, -1);
     v->add_bos = gemma4 || (add_bos < 0 ? flags & PRE_BOS : add_bos);
-    v->add_eos = gguf_bool(g, "tokenizer.ggml.add_eos_token") > 0;
-    v->space_prefix = spm && gguf_bool(g, "tokenizer.ggml.add_space_prefix") != 0;
+    v->add_eos = gguf_int(g, "tokenizer.ggml.add_eos_token", 0, 1, 0);
+    v->space_prefix = spm && gguf_int(g, "tokenizer.ggml.add_space_prefix", 0, 1, 1);
     v->strip_after = spm && tok_find_text(v, "<|placeholder1|>") >= 0; // Phi-3
 }
 
@@ -6129,8 +6105,7 @@ static bool info_types(const Model *m, Str *out) { // is the cache f16 by defaul
     for (; g; g = g->next)
         for (int i = 0; i < g->n_tensors; i++) {
             const GgufTensor *t = &g->tensors[i];
-            const Format *f = gguf_format(t->type);
-            count[f ? f - formats : COUNT(formats)]++;
+            count[t->format ? t->format - formats : COUNT(formats)]++;
             half |= t->type != TYPE_F32 && !(untied && span_is(g->names[i], "token_embd.weight"));
             parameters += (int64_t)(t->dims[0] * t->dims[1] * t->dims[2] * t->dims[3]);
         }
