@@ -98,8 +98,7 @@ typedef struct { const char *p; size_t n; } Span;
 #define SPAN(literal) ((Span){literal, sizeof(literal) - 1})
 
 // Bytes of the UTF-8 character at p: 1 to 4; 0 if the n bytes are only its beginning; -1 if it is
-// invalid (stray continuation, overlong, surrogate, above U+10FFFF). Reads no byte after the first
-// wrong.
+// invalid (stray continuation, overlong, surrogate, above U+10FFFF). Stops at the first wrong byte.
 static int utf8_length(const char *p, size_t n) {
     uint8_t a = (uint8_t)p[0];
     if (a < 0x80) return 1;
@@ -2598,8 +2597,7 @@ static const Arch archs[] = {
 typedef struct { // rotary position table: angle of pair i at p is p * inv_freq[i]
     int n_rot;                          // how many elements of a head turn; the rest is copied
     double *inv_freq;                   // (n_rot / 2)
-    double *inv_long;                   // longrope: instead, where the cache holds more than
-    int short_len;                      // so many positions; INT_MAX for others
+    double *inv_long;                   // longrope: instead, where the cache holds over short_len
     float scale;                        // of cosine and sine
 } Rope;
 
@@ -2681,12 +2679,11 @@ typedef struct {                        // read-only once opened
     Layer *layers;
     Tensor embedding;                   // (vocab_size, dim)
     Tensor output;                      // (vocab_size, dim); the embedding again when tied
-    bool tied;
     float *output_norm;                 // (dim)
     Vocab vocab;
     Span chat_template;                 // as the file has it; empty where it has none
     int64_t weight_bytes;               // what one decoded token reads
-    bool all_f32;                       // no matrix is of a smaller type
+    bool packed;                        // some matrix is of a smaller type than f32
     Str warnings;                       // lines for stderr, printed unless -q
 } Model;
 
@@ -2787,7 +2784,7 @@ static void matrix_count(Model *m, const Tensor *t, bool experts) {
     int64_t bytes = (int64_t)t->stride * t->rows
                     + (t->scales ? t->rows * t->cols / t->group * 4 : 0);
     m->weight_bytes += experts ? bytes / m->config.n_experts * m->config.n_used : bytes;
-    if (t->format->id != TYPE_F32) m->all_f32 = false;
+    m->packed |= t->format->id != TYPE_F32;
 }
 
 static void part_set(Model *m, Layer *l, const Part *p, const Tensor *t) {
@@ -2800,7 +2797,6 @@ static void part_set(Model *m, Layer *l, const Part *p, const Tensor *t) {
 // Layers that are all alike, as the sizes in Config say.
 static void layers_init(Model *m) {
     const Config *c = &m->config;
-    m->all_f32 = true;
     m->layers = xalloc((size_t)c->n_layers, sizeof *m->layers);
     for (int i = 0; i < c->n_layers; i++)
         m->layers[i] = (Layer){
@@ -2811,7 +2807,7 @@ static void layers_init(Model *m) {
 }
 
 static void rope_init(Rope *r, int n_rot, double base, double factor) {
-    r->n_rot = n_rot, r->scale = 1, r->short_len = INT_MAX;
+    r->n_rot = n_rot, r->scale = 1;
     r->inv_freq = xalloc((size_t)n_rot / 2 + 1, sizeof *r->inv_freq);
     for (int i = 0; i < n_rot / 2; i++) r->inv_freq[i] = pow(base, -2.0 * i / n_rot) / factor;
 }
@@ -2915,7 +2911,6 @@ static void bin_open(Model *m) {
         for (int part = WQ; part <= W3; part++)
             if (part != FFN_NORM) bin_layers(m, &b, part);
     }
-    m->tied = shared;
     m->output = shared ? m->embedding : bin_tensor(&b, c->vocab_size, c->dim, true);
     if (b.at != r->size)
         die("%s: %zu bytes, expected %" PRIu64 " for dim %d, hidden_dim %d, n_layers %d, "
@@ -3024,8 +3019,7 @@ static const GgufValue *gguf_typed(const Gguf *g, const char *key, uint32_t type
     return v;
 }
 
-// Element i of a value of any width as a whole number (what is too large as the largest); false if
-// the type is no whole number.
+// Element i of a value as a whole number (too large: the largest); false if its type is none.
 static bool gguf_element(const Gguf *g, const GgufValue *v, uint64_t i, int64_t *out) {
     char kind = gguf_types[v->type].name[0];
     uint64_t u = 0, bytes = gguf_types[v->type].bytes, spare = 64 - 8 * bytes;
@@ -3057,17 +3051,12 @@ static int64_t gguf_int(const Gguf *g, const char *key, int64_t low, int64_t hig
     return gguf_layer_int(g, key, -1, low, high, none);
 }
 
-// A finite number, at least 0 or, gguf_positive, above it.
-static double gguf_number(const Gguf *g, const char *key, double missing) {
+// A finite number, at least 0 or, where that has no meaning, above it.
+static double gguf_number(const Gguf *g, const char *key, bool above, double missing) {
     const GgufValue *v = gguf_typed(g, key, GGUF_F32, false);
     double x = v ? (double)f32_at(g->r->base + v->at) : missing;
-    if (!(x >= 0 && x < 1e30)) gguf_die(g, v, "%g, expected a number from 0 on", x);
-    return x;
-}
-
-static double gguf_positive(const Gguf *g, const char *key, double missing) {
-    double x = gguf_number(g, key, missing);
-    if (x == 0) gguf_die(g, gguf_find(g, key), "%g, expected a number above it", x);
+    if (!(x >= (above ? DBL_MIN : 0) && x < 1e30))
+        gguf_die(g, v, "%g, expected a number %s", x, above ? "above 0" : "from 0 on");
     return x;
 }
 
@@ -3226,8 +3215,8 @@ static void gguf_foreign(const Gguf *g) {
         gguf_int(g, keys[i].key, keys[i].low, keys[i].high, keys[i].low);
     if (gguf_int(g, ".expert_gating_func", 0, 3, 1) == 2)
         gguf_wrong(g, ".expert_gating_func", false, "softmax (1 or 3), not sigmoid");
-    double scale = gguf_number(g, ".expert_weights_scale", 1);
-    if ((scale && scale != 1) || gguf_number(g, ".attention.clamp_kqv", 0))
+    double scale = gguf_number(g, ".expert_weights_scale", false, 1);
+    if ((scale && scale != 1) || gguf_number(g, ".attention.clamp_kqv", false, 0))
         die("%s: scaled expert weights or clamped queries, which are not known here", g->r->name);
 }
 
@@ -3239,7 +3228,7 @@ static void gguf_config(Model *m, const Gguf *g) {
     c->dim = gguf_int(g, ".embedding_length", 1, MAX_DIM, NEEDED);
     c->n_layers = gguf_int(g, ".block_count", 1, MAX_LAYERS, NEEDED);
     c->seq_len = (int)MIN(gguf_int(g, ".context_length", 1, INT64_MAX, NEEDED), MAX_POSITIONS);
-    c->norm_eps = gguf_positive(g, ".attention.layer_norm_rms_epsilon", 1e-5);
+    c->norm_eps = gguf_number(g, ".attention.layer_norm_rms_epsilon", true, 1e-5);
     c->n_heads = gguf_layer_int(g, ".attention.head_count", 0, 1, c->dim, NEEDED);
     c->head_size = gguf_int(g, ".attention.key_length", 1, 1 << 14, c->dim / c->n_heads);
     gguf_int(g, ".attention.value_length", c->head_size, c->head_size, 0); // the same here
@@ -3254,12 +3243,12 @@ static void gguf_config(Model *m, const Gguf *g) {
         c->weights_sum_1 = sum_1 >= 0 ? sum_1 : (a->flags & WEIGHTS_SUM_1) != 0;
     }
     double embed = a->flags & EMBED_SCALED ? sqrt((double)c->dim) : 1;
-    c->embed_scale = gguf_positive(g, ".embedding_scale", embed);
-    c->residual_scale = gguf_positive(g, ".residual_scale", 1);
-    c->logit_divisor = gguf_positive(g, ".logit_scale", 1);
-    c->score_cap = gguf_number(g, ".attn_logit_softcapping", (double)a->score_cap);
-    c->logit_cap = gguf_number(g, ".final_logit_softcapping", (double)a->logit_cap);
-    c->heat = gguf_number(g, ".attention.temperature_scale", 0);
+    c->embed_scale = gguf_number(g, ".embedding_scale", true, embed);
+    c->residual_scale = gguf_number(g, ".residual_scale", true, 1);
+    c->logit_divisor = gguf_number(g, ".logit_scale", true, 1);
+    c->score_cap = gguf_number(g, ".attn_logit_softcapping", false, (double)a->score_cap);
+    c->logit_cap = gguf_number(g, ".final_logit_softcapping", false, (double)a->logit_cap);
+    c->heat = gguf_number(g, ".attention.temperature_scale", false, 0);
     c->short_len = gguf_int(g, ".rope.scaling.original_context_length", 1, INT_MAX, c->seq_len);
 }
 
@@ -3277,7 +3266,7 @@ static void gguf_layer(Model *m, const Gguf *g, int i) {
         l->hidden_dim = gguf_layer_int(g, ".feed_forward_length", i, 1, MAX_DIM, NEEDED);
     bool own = a->layers_own_scale == c->n_layers; // Gemma's 27B models
     double size = own ? (double)c->dim / l->n_heads : (double)l->head_size;
-    l->score_scale = gguf_positive(g, ".attention.scale", 1 / sqrt(size));
+    l->score_scale = gguf_number(g, ".attention.scale", true, 1 / sqrt(size));
 
     // a list says of each layer whether it has the window; a number is the period
     const char *key = ".attention.sliding_window_pattern";
@@ -3293,9 +3282,9 @@ static void gguf_layer(Model *m, const Gguf *g, int i) {
 // YaRN: slow pairs turn `factor` times slower, fast ones as ever, those between in between.
 static void rope_yarn(Rope *r, const Gguf *g, double base, double factor, const Config *c) {
     bool exact = c->arch->flags & YARN_EXACT;
-    double fast = gguf_positive(g, ".rope.scaling.yarn_beta_fast", 32), ends[2];
-    double slow = gguf_positive(g, ".rope.scaling.yarn_beta_slow", 1);
-    double damp = gguf_number(g, ".rope.scaling.yarn_log_multiplier", 0);
+    double fast = gguf_number(g, ".rope.scaling.yarn_beta_fast", true, 32), ends[2];
+    double slow = gguf_number(g, ".rope.scaling.yarn_beta_slow", true, 1);
+    double damp = gguf_number(g, ".rope.scaling.yarn_log_multiplier", false, 0);
     for (int i = 0; i < 2; i++) { // the pair that turns so often in the original context
         double turns = i ? slow : fast;
         ends[i] = r->n_rot * log(c->short_len / (2 * acos(-1) * turns)) / (2 * log(base));
@@ -3308,22 +3297,23 @@ static void rope_yarn(Rope *r, const Gguf *g, double base, double factor, const 
     }
     double grow = 0.1 * log(factor);
     grow = factor > 1 ? (grow + 1) / (damp * grow + 1) : 1;
-    r->scale = gguf_positive(g, ".rope.scaling.yarn_attn_factor", grow);
+    r->scale = gguf_number(g, ".rope.scaling.yarn_attn_factor", true, grow);
 }
 
-// Divides the angles by a tensor, one divisor of at least `least` a pair; false if there is none.
-static bool rope_divide(const Gguf *g, const char *name, int pairs, float least, double *inv) {
+// The angles divided by a tensor, one divisor of at least `least` a pair; NULL if there is none.
+static double *rope_divided(const Gguf *g, const char *name, float least, const Rope *r) {
     Tensor t;
-    if (!gguf_tensor(g, name, 1, pairs, true, &t)) return false;
+    if (!gguf_tensor(g, name, 1, r->n_rot / 2, true, &t)) return NULL;
     float *divisor = vector_copy(&t);
-    for (int i = 0; i < pairs; i++) {
+    double *inv = xalloc((size_t)t.cols, sizeof *inv);
+    for (int i = 0; i < t.cols; i++) {
         if (!(divisor[i] >= least && divisor[i] < 1e31f))
             die("%s: tensor %s: element %d is %g, expected %g or more", g->r->name, name, i,
                 (double)divisor[i], (double)least);
-        inv[i] /= (double)divisor[i];
+        inv[i] = r->inv_freq[i] / (double)divisor[i];
     }
     free(divisor);
-    return true;
+    return inv;
 }
 
 static void gguf_ropes(Model *m, const Gguf *g) {
@@ -3332,29 +3322,27 @@ static void gguf_ropes(Model *m, const Gguf *g) {
     int n_rot = gguf_int(g, ".rope.dimension_count", 2, c->head_size, c->head_size);
     if (n_rot % 2) die("%s: heads of %d (rope %d), expected even", g->r->name, c->head_size, n_rot);
     double own_base = (double)c->arch->base;
-    double base = gguf_positive(g, ".rope.freq_base", own_base ? own_base : 10000);
-    double factor = gguf_number(g, ".rope.scaling.factor", 0);
-    if (!factor) factor = gguf_positive(g, ".rope.scale_linear", 1); // the old name
+    double base = gguf_number(g, ".rope.freq_base", true, own_base ? own_base : 10000);
+    double factor = gguf_number(g, ".rope.scaling.factor", false, 0);
+    if (!factor) factor = gguf_number(g, ".rope.scale_linear", true, 1); // the old name
     Span type = gguf_string(g, ".rope.scaling.type");
     bool yarn = span_is(type, "yarn"), linear = !type.n || span_is(type, "linear");
     if (!yarn && !linear && !span_is(type, "none") && !span_is(type, "longrope"))
         gguf_wrong(g, ".rope.scaling.type", false, "none, linear, yarn or longrope");
     rope_init(r, n_rot, base, linear ? factor : 1);
     if (yarn) rope_yarn(r, g, base, factor, c);
-    r->scale *= gguf_positive(g, ".rope.scaling.attn_factor", 1);
+    r->scale *= gguf_number(g, ".rope.scaling.attn_factor", true, 1);
     if (c->arch->flags & WINDOW_ROPE) // Gemma 3's window layers have a base of their own
         rope_init(&c->rope[ROPE_WINDOW], n_rot,
-                  gguf_positive(g, ".rope.freq_base_swa", own_base ? 10000 : base), 1);
+                  gguf_number(g, ".rope.freq_base_swa", true, own_base ? 10000 : base), 1);
     // Llama 3.1's scaling comes as divisors of 1 and more (old files that hold frequencies under
     // this name are refused); longrope's as two sets, for short and for long contexts.
-    if (rope_divide(g, "rope_freqs.weight", n_rot / 2, 1, r->inv_freq)) return;
-    r->inv_long = xalloc((size_t)n_rot / 2, sizeof *r->inv_long);
-    memcpy(r->inv_long, r->inv_freq, (size_t)n_rot / 2 * sizeof *r->inv_long);
-    if (rope_divide(g, "rope_factors_long.weight", n_rot / 2, FLT_MIN, r->inv_long))
-        r->short_len = c->short_len;
-    else if (span_is(type, "longrope"))
+    double *inv = rope_divided(g, "rope_freqs.weight", 1, r);
+    r->inv_long = rope_divided(g, "rope_factors_long.weight", FLT_MIN, r);
+    if (!r->inv_long && span_is(type, "longrope"))
         gguf_wrong(g, ".rope.scaling.type", false, "its factors as tensors");
-    rope_divide(g, "rope_factors_short.weight", n_rot / 2, FLT_MIN, r->inv_freq);
+    if (!inv) inv = rope_divided(g, "rope_factors_short.weight", FLT_MIN, r);
+    if (inv) free(r->inv_freq), r->inv_freq = inv;
 }
 
 // What a file holds beyond the parts known here may matter: fluent and wrong is worse than warned.
@@ -3400,8 +3388,8 @@ static void gguf_weights(Model *m, const Gguf *g) {
     const GgufTensor *embedding = gguf_tensor_find(g, "token_embd.weight");
     c->vocab_size = embedding ? (int)MIN(embedding->dims[1], MAX_VOCAB) : 1;
     gguf_tensor(g, "token_embd.weight", c->vocab_size, c->dim, false, &m->embedding);
-    m->tied = !gguf_tensor(g, "output.weight", c->vocab_size, c->dim, true, &m->output);
-    if (m->tied) m->output = m->embedding;
+    if (!gguf_tensor(g, "output.weight", c->vocab_size, c->dim, true, &m->output))
+        m->output = m->embedding;
     gguf_tensor(g, "output_norm.weight", 1, c->dim, false, &t);
     m->output_norm = vector_copy(&t);
     layers_init(m);
@@ -3474,8 +3462,7 @@ static void gguf_open(Model *m, int need) {
             m->config.vocab_size);
 }
 
-// Opens a mapped model file; `need` says what has to be there, 0: read what is there. Dies with the
-// reason.
+// Opens a mapped model file; `need` says what has to be there, 0: read what is there.
 static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
     static const char *const older[] = {"FUGG", "tjgg", "fmgg", "lmgg"};
     Span magic = {(const char *)file.base, MIN(file.size, 4)};
@@ -3634,8 +3621,7 @@ static void row_gate(const Session *s, const Acts *h, int64_t row, int64_t from,
 }
 
 // Between two blocks: what the last one gave joins the stream, x += scale * norm(branch + bias),
-// and the norm of that is what the next matrices read. Row j of branch and activations is row
-// first + j.
+// and the next matrices read the norm of that. Row j of branch and activations is row first + j.
 static void rows_join(const Pass *p, Worker *w, const float *bias, const float *post,
                       const float *next, Acts *a, float *trace) {
     Session *s = p->s;
@@ -3659,7 +3645,8 @@ static float *rope_turn(const Session *s, int table, int row) { // (n_rot / 2, 2
 static void rope_angles(const Session *s, int row) {
     for (int t = 0; t < N_ROPES; t++) {
         const Rope *r = &s->model->config.rope[t];
-        const double *inv = s->seq_len > r->short_len ? r->inv_long : r->inv_freq;
+        bool far = r->inv_long && s->seq_len > s->model->config.short_len;
+        const double *inv = far ? r->inv_long : r->inv_freq;
         float *turn = rope_turn(s, t, row);
         for (int i = 0; i < r->n_rot / 2; i++) {
             double angle = s->rows[row].pos * inv[i];
@@ -5713,7 +5700,7 @@ static Session *start_session(const Options *o, const Model *m, int positions, i
     int threads = core_count(), most = MIN(MAX_THREADS, 4 * threads);
     if (o->threads) threads = (int)MAX(o->threads, 1);
     else if (m->weight_bytes < 16000000) threads = 1; // they would mostly wait for each other
-    bool half = o->kv ? o->kv == 2 : !m->all_f32;
+    bool half = o->kv ? o->kv == 2 : m->packed;
     return session_new(m, positions, (int)o->chunk, half, MIN(threads, most), logit_rows);
 }
 
@@ -6096,7 +6083,8 @@ static bool info_types(const Model *m, Str *out) { // is the cache f16 by defaul
     const Config *c = &m->config;
     int64_t count[COUNT(formats) + 1] = {0}, parameters = 0;
     bool half = m->version == 2;        // of a .bin
-    if (!g) parameters = c->dim + (int64_t)c->dim * c->vocab_size * (m->tied ? 1 : 2);
+    bool tied = m->output.data == m->embedding.data;
+    if (!g) parameters = c->dim + (int64_t)c->dim * c->vocab_size * (tied ? 1 : 2);
     for (const Part *p = parts; !g && p < parts + COUNT(parts); p++)
         if (part_exists(m, m->layers, p)) // all layers are alike
             parameters += c->n_layers * part_size(m, m->layers, p->rows)
