@@ -2857,7 +2857,7 @@ static int bin_int(Reader *r, const char *field, int64_t low, int64_t high) {
     rd_check(r);
     if (v < low || v > high)
         rd_die(r, r->at - 4, "%s is %d, expected %" PRId64 " to %" PRId64 " (is it a llama2.c "
-               "model?)", field, v, low, high);
+               "model? formats before GGUF are not read)", field, v, low, high);
     return v;
 }
 
@@ -3051,8 +3051,9 @@ static int64_t gguf_int(const Gguf *g, const char *key, int64_t low, int64_t hig
     return gguf_layer_int(g, key, -1, low, high, none);
 }
 
-// A finite number, at least 0 or, where that has no meaning, above it.
-static double gguf_number(const Gguf *g, const char *key, bool above, double missing) {
+// A finite number.
+enum { FROM_0, ABOVE_0 };
+static double gguf_number(const Gguf *g, const char *key, int above, double missing) {
     const GgufValue *v = gguf_typed(g, key, GGUF_F32, false);
     double x = v ? (double)f32_at(g->r->base + v->at) : missing;
     if (!(x >= (above ? DBL_MIN : 0) && x < 1e30))
@@ -3131,13 +3132,12 @@ static Gguf *gguf_read(Reader *r) {
     uint32_t version = (uint32_t)rd_uint(r, 4);
     uint64_t n_tensors = rd_uint(r, 8), n_keys = rd_uint(r, 8);
     rd_check(r);
-    if (version && !(version & 0xFFFF))
-        rd_die(r, 4, "big-endian; only little-endian GGUF is read");
-    if (version != 2 && version != 3) rd_die(r, 4, "GGUF version %u, expected 2 or 3", version);
+    if (version != 2 && version != 3)
+        rd_die(r, 4, "GGUF version %u, expected 2 or 3, little-endian", version);
     gguf_pairs(g, n_keys);
     g->arch = gguf_string(g, "general.architecture");
     g->alignment = (uint64_t)gguf_int(g, "general.alignment", 1, 1 << 20, 32);
-    if (g->alignment & (g->alignment - 1)) 
+    if (g->alignment & (g->alignment - 1))
         gguf_wrong(g, "general.alignment", false, "a power of two");
     gguf_tensors(g, n_tensors);
     return g;
@@ -3192,9 +3192,9 @@ static bool gguf_tensor(const Gguf *g, const char *name, int64_t rows, int64_t c
     const Format *f = t->format;
     if (!f)
         rd_die(t->r, t->at, "tensor %s has weight type %u, which is not known here", name, t->type);
+    bool vector = rows == 1 || cols == 1;
     uint64_t far = t->dims[1] * t->dims[2] * t->dims[3]; // each bounded: see gguf_tensor_info
-    bool vector = rows == 1 || cols == 1, fits = t->dims[0] == (uint64_t)cols;
-    if (vector ? t->dims[0] * far != (uint64_t)(rows * cols) : !fits || far != (uint64_t)rows)
+    if (t->dims[0] * far != (uint64_t)(rows * cols) || (!vector && t->dims[0] != (uint64_t)cols))
         rd_die(t->r, t->at, "tensor %s is (%" PRIu64 ", %" PRIu64 ", %" PRIu64 "), expected (%"
                PRId64 ", %" PRId64 ")", name, t->dims[0], t->dims[1], t->dims[2] * t->dims[3],
                cols, rows);
@@ -3215,8 +3215,8 @@ static void gguf_foreign(const Gguf *g) {
         gguf_int(g, keys[i].key, keys[i].low, keys[i].high, keys[i].low);
     if (gguf_int(g, ".expert_gating_func", 0, 3, 1) == 2)
         gguf_wrong(g, ".expert_gating_func", false, "softmax (1 or 3), not sigmoid");
-    double scale = gguf_number(g, ".expert_weights_scale", false, 1);
-    if ((scale && scale != 1) || gguf_number(g, ".attention.clamp_kqv", false, 0))
+    double scale = gguf_number(g, ".expert_weights_scale", FROM_0, 1);
+    if ((scale && scale != 1) || gguf_number(g, ".attention.clamp_kqv", FROM_0, 0))
         die("%s: scaled expert weights or clamped queries, which are not known here", g->r->name);
 }
 
@@ -3228,7 +3228,7 @@ static void gguf_config(Model *m, const Gguf *g) {
     c->dim = gguf_int(g, ".embedding_length", 1, MAX_DIM, NEEDED);
     c->n_layers = gguf_int(g, ".block_count", 1, MAX_LAYERS, NEEDED);
     c->seq_len = (int)MIN(gguf_int(g, ".context_length", 1, INT64_MAX, NEEDED), MAX_POSITIONS);
-    c->norm_eps = gguf_number(g, ".attention.layer_norm_rms_epsilon", true, 1e-5);
+    c->norm_eps = gguf_number(g, ".attention.layer_norm_rms_epsilon", ABOVE_0, 1e-5);
     c->n_heads = gguf_layer_int(g, ".attention.head_count", 0, 1, c->dim, NEEDED);
     c->head_size = gguf_int(g, ".attention.key_length", 1, 1 << 14, c->dim / c->n_heads);
     gguf_int(g, ".attention.value_length", c->head_size, c->head_size, 0); // the same here
@@ -3239,16 +3239,16 @@ static void gguf_config(Model *m, const Gguf *g) {
                          *shared = gguf_tensor_find(g, "blk.0.ffn_down_shexp.weight");
         c->expert_dim = expert ? MIN(expert->dims[0], MAX_DIM) : 1;
         c->hidden_dim = shared ? MIN(shared->dims[0], MAX_DIM) : 0;
-        int sum_1 = gguf_int(g, ".expert_weights_norm", 0, 1, -1);
-        c->weights_sum_1 = sum_1 >= 0 ? sum_1 : (a->flags & WEIGHTS_SUM_1) != 0;
+        bool sum_1 = a->flags & WEIGHTS_SUM_1;
+        c->weights_sum_1 = gguf_int(g, ".expert_weights_norm", 0, 1, sum_1);
     }
     double embed = a->flags & EMBED_SCALED ? sqrt((double)c->dim) : 1;
-    c->embed_scale = gguf_number(g, ".embedding_scale", true, embed);
-    c->residual_scale = gguf_number(g, ".residual_scale", true, 1);
-    c->logit_divisor = gguf_number(g, ".logit_scale", true, 1);
-    c->score_cap = gguf_number(g, ".attn_logit_softcapping", false, (double)a->score_cap);
-    c->logit_cap = gguf_number(g, ".final_logit_softcapping", false, (double)a->logit_cap);
-    c->heat = gguf_number(g, ".attention.temperature_scale", false, 0);
+    c->embed_scale = gguf_number(g, ".embedding_scale", ABOVE_0, embed);
+    c->residual_scale = gguf_number(g, ".residual_scale", ABOVE_0, 1);
+    c->logit_divisor = gguf_number(g, ".logit_scale", ABOVE_0, 1);
+    c->score_cap = gguf_number(g, ".attn_logit_softcapping", FROM_0, (double)a->score_cap);
+    c->logit_cap = gguf_number(g, ".final_logit_softcapping", FROM_0, (double)a->logit_cap);
+    c->heat = gguf_number(g, ".attention.temperature_scale", FROM_0, 0);
     c->short_len = gguf_int(g, ".rope.scaling.original_context_length", 1, INT_MAX, c->seq_len);
 }
 
@@ -3266,7 +3266,7 @@ static void gguf_layer(Model *m, const Gguf *g, int i) {
         l->hidden_dim = gguf_layer_int(g, ".feed_forward_length", i, 1, MAX_DIM, NEEDED);
     bool own = a->layers_own_scale == c->n_layers; // Gemma's 27B models
     double size = own ? (double)c->dim / l->n_heads : (double)l->head_size;
-    l->score_scale = gguf_number(g, ".attention.scale", true, 1 / sqrt(size));
+    l->score_scale = gguf_number(g, ".attention.scale", ABOVE_0, 1 / sqrt(size));
 
     // a list says of each layer whether it has the window; a number is the period
     const char *key = ".attention.sliding_window_pattern";
@@ -3282,9 +3282,9 @@ static void gguf_layer(Model *m, const Gguf *g, int i) {
 // YaRN: slow pairs turn `factor` times slower, fast ones as ever, those between in between.
 static void rope_yarn(Rope *r, const Gguf *g, double base, double factor, const Config *c) {
     bool exact = c->arch->flags & YARN_EXACT;
-    double fast = gguf_number(g, ".rope.scaling.yarn_beta_fast", true, 32), ends[2];
-    double slow = gguf_number(g, ".rope.scaling.yarn_beta_slow", true, 1);
-    double damp = gguf_number(g, ".rope.scaling.yarn_log_multiplier", false, 0);
+    double fast = gguf_number(g, ".rope.scaling.yarn_beta_fast", ABOVE_0, 32), ends[2];
+    double slow = gguf_number(g, ".rope.scaling.yarn_beta_slow", ABOVE_0, 1);
+    double damp = gguf_number(g, ".rope.scaling.yarn_log_multiplier", FROM_0, 0);
     for (int i = 0; i < 2; i++) { // the pair that turns so often in the original context
         double turns = i ? slow : fast;
         ends[i] = r->n_rot * log(c->short_len / (2 * acos(-1) * turns)) / (2 * log(base));
@@ -3297,7 +3297,7 @@ static void rope_yarn(Rope *r, const Gguf *g, double base, double factor, const 
     }
     double grow = 0.1 * log(factor);
     grow = factor > 1 ? (grow + 1) / (damp * grow + 1) : 1;
-    r->scale = gguf_number(g, ".rope.scaling.yarn_attn_factor", true, grow);
+    r->scale = gguf_number(g, ".rope.scaling.yarn_attn_factor", ABOVE_0, grow);
 }
 
 // The angles divided by a tensor, one divisor of at least `least` a pair; NULL if there is none.
@@ -3322,19 +3322,19 @@ static void gguf_ropes(Model *m, const Gguf *g) {
     int n_rot = gguf_int(g, ".rope.dimension_count", 2, c->head_size, c->head_size);
     if (n_rot % 2) die("%s: heads of %d (rope %d), expected even", g->r->name, c->head_size, n_rot);
     double own_base = (double)c->arch->base;
-    double base = gguf_number(g, ".rope.freq_base", true, own_base ? own_base : 10000);
-    double factor = gguf_number(g, ".rope.scaling.factor", false, 0);
-    if (!factor) factor = gguf_number(g, ".rope.scale_linear", true, 1); // the old name
+    double base = gguf_number(g, ".rope.freq_base", ABOVE_0, own_base ? own_base : 10000);
+    double factor = gguf_number(g, ".rope.scaling.factor", FROM_0, 0);
+    if (!factor) factor = gguf_number(g, ".rope.scale_linear", ABOVE_0, 1); // the old name
     Span type = gguf_string(g, ".rope.scaling.type");
     bool yarn = span_is(type, "yarn"), linear = !type.n || span_is(type, "linear");
     if (!yarn && !linear && !span_is(type, "none") && !span_is(type, "longrope"))
         gguf_wrong(g, ".rope.scaling.type", false, "none, linear, yarn or longrope");
     rope_init(r, n_rot, base, linear ? factor : 1);
     if (yarn) rope_yarn(r, g, base, factor, c);
-    r->scale *= gguf_number(g, ".rope.scaling.attn_factor", true, 1);
+    r->scale *= gguf_number(g, ".rope.scaling.attn_factor", ABOVE_0, 1);
     if (c->arch->flags & WINDOW_ROPE) // Gemma 3's window layers have a base of their own
         rope_init(&c->rope[ROPE_WINDOW], n_rot,
-                  gguf_number(g, ".rope.freq_base_swa", true, own_base ? 10000 : base), 1);
+                  gguf_number(g, ".rope.freq_base_swa", ABOVE_0, own_base ? 10000 : base), 1);
     // Llama 3.1's scaling comes as divisors of 1 and more (old files that hold frequencies under
     // this name are refused); longrope's as two sets, for short and for long contexts.
     double *inv = rope_divided(g, "rope_freqs.weight", 1, r);
@@ -3464,14 +3464,8 @@ static void gguf_open(Model *m, int need) {
 
 // Opens a mapped model file; `need` says what has to be there, 0: read what is there.
 static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
-    static const char *const older[] = {"FUGG", "tjgg", "fmgg", "lmgg"};
-    Span magic = {(const char *)file.base, MIN(file.size, 4)};
     m->file = file;
-    for (int i = 0; i < COUNT(older); i++)
-        if (span_is(magic, older[i]))
-            die("%s: byte 0: magic %s: a format before GGUF (or one of the other byte order)",
-                file.name, older[i]);
-    if (span_is(magic, "GGUF")) gguf_open(m, need);
+    if (file.size >= 4 && !memcmp(file.base, "GGUF", 4)) gguf_open(m, need);
     else {
         bin_open(m);
         if (need & NEED_VOCAB) bin_vocab(m, tokenizer);
@@ -3550,22 +3544,17 @@ static uint8_t *kv_values(const Session *s, const Layer *l, int head) {
 
 static void kv_store(const Session *s, const Layer *l, int head, int pos, const float *k,
                      const float *v) {
-    enum { PART = 64 };
-    const int64_t d = l->head_size;
-    uint8_t *keys = kv_keys(s, l, head), *values = kv_values(s, l, head);
-    for (int64_t from = 0; from < d; from += PART) {
-        const int64_t n = MIN(PART, d - from), key = (pos / 8 * d + from) * 8 + pos % 8;
-        const int64_t value = pos * d + from;
-        uint16_t half[2][PART];
-        if (s->half) {
-            vec_ops[s->team.isa].narrow(k + from, n, half[0]);
-            vec_ops[s->team.isa].narrow(v + from, n, half[1]);
-            for (int64_t i = 0; i < n; i++) memcpy(keys + 2 * (key + 8 * i), &half[0][i], 2);
-            memcpy(values + 2 * value, half[1], 2 * (size_t)n);
-        } else {
-            for (int64_t i = 0; i < n; i++) memcpy(keys + 4 * (key + 8 * i), k + from + i, 4);
-            memcpy(values + 4 * value, v + from, 4 * (size_t)n);
-        }
+    const int64_t d = l->head_size, size = s->half ? 2 : 4;
+    uint8_t *key = kv_keys(s, l, head) + (pos / 8 * d * 8 + pos % 8) * size;
+    uint8_t *value = kv_values(s, l, head) + pos * d * size;
+    if (s->half) {
+        uint16_t *narrowed = (uint16_t *)(void *)value; // first the key, then what belongs there
+        vec_ops[s->team.isa].narrow(k, d, narrowed);
+        for (int64_t i = 0; i < d; i++) memcpy(key + 16 * i, narrowed + i, 2);
+        vec_ops[s->team.isa].narrow(v, d, narrowed);
+    } else {
+        for (int64_t i = 0; i < d; i++) memcpy(key + 32 * i, k + i, 4);
+        memcpy(value, v, 4 * (size_t)d);
     }
 }
 
