@@ -3184,20 +3184,20 @@ static GgufTensor *gguf_tensor_find(const Gguf *g, const char *name) {
 static bool gguf_tensor(const Gguf *g, const char *name, int64_t rows, int64_t cols, bool optional,
                         Tensor *out) {
     GgufTensor *t = gguf_tensor_find(g, name);
+    int64_t wide = cols == 1 ? rows : cols, high = cols == 1 ? 1 : rows; // as the file says it
     if (!t && !optional)
-        die("%s: tensor %s is missing, expected (%" PRId64 ", %" PRId64 ")", g->r->name, name, cols,
-            rows);
+        die("%s: tensor %s is missing, expected (%" PRId64 ", %" PRId64 ")", g->r->name, name, wide,
+            high);
     if (!t) return false;
     t->used = true;
     const Format *f = t->format;
     if (!f)
         rd_die(t->r, t->at, "tensor %s has weight type %u, which is not known here", name, t->type);
-    bool vector = rows == 1 || cols == 1;
     uint64_t far = t->dims[1] * t->dims[2] * t->dims[3]; // each bounded: see gguf_tensor_info
-    if (t->dims[0] * far != (uint64_t)(rows * cols) || (!vector && t->dims[0] != (uint64_t)cols))
+    if (t->dims[0] * far != (uint64_t)(rows * cols) || (high > 1 && t->dims[0] != (uint64_t)wide))
         rd_die(t->r, t->at, "tensor %s is (%" PRIu64 ", %" PRIu64 ", %" PRIu64 "), expected (%"
                PRId64 ", %" PRId64 ")", name, t->dims[0], t->dims[1], t->dims[2] * t->dims[3],
-               cols, rows);
+               wide, high);
     if (cols % f->block) die("%s: %s in blocks", g->r->name, name);
     *out = (Tensor){.format = f, .data = t->r->base + t->at, .rows = rows, .cols = cols,
                     .stride = (size_t)(cols / f->block) * (size_t)f->bytes};
