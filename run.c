@@ -2994,13 +2994,13 @@ static void gguf_pairs(Gguf *g, uint64_t n) {
 // A name of a key that begins with a dot stands behind the name of the architecture.
 static const GgufValue *gguf_find(const Gguf *g, const char *key) {
     char full[160];
-    snprintf(full, sizeof full, "%.*s%s", *key == '.' ? (int)MIN(g->arch.n, 100) : 0, g->arch.p,
-             key);
+    int n = *key == '.' ? (int)MIN(g->arch.n, 100) : 0;
+    snprintf(full, sizeof full, "%.*s%s", n, g->arch.p, key);
     int64_t i = map_find(&g->key_map, g->keys, (Span){full, strlen(full)});
     return i < 0 ? NULL : &g->values[i];
 }
 
-// The end for a value that is there; gguf_wrong, for its type.
+// The end for what a value is; gguf_wrong: for what its type is.
 #define gguf_die(g, v, format, ...)                                                                \
     rd_die((g)->r, (v)->at, "key %.*s is " format, SHOWN((g)->keys[(v) - (g)->values]), __VA_ARGS__)
 
@@ -3036,8 +3036,7 @@ static int64_t gguf_layer_int(const Gguf *g, const char *key, int layer, int64_t
                               int64_t missing) {
     const GgufValue *v = gguf_find(g, key);
     int64_t n;
-    if (!v && missing == NEEDED)
-        die("%s: key %.*s%s is missing", g->r->name, SHOWN(g->arch), key);
+    if (!v && missing == NEEDED) die("%s: key %.*s%s is missing", g->r->name, SHOWN(g->arch), key);
     if (!v) return missing;
     uint64_t i = v->array ? (uint64_t)layer : 0;
     if (i >= v->count && layer >= 0) gguf_wrong(g, key, true, "one a layer");
@@ -3051,7 +3050,7 @@ static int64_t gguf_int(const Gguf *g, const char *key, int64_t low, int64_t hig
     return gguf_layer_int(g, key, -1, low, high, none);
 }
 
-// A finite number.
+// A finite number, at least 0 or above it.
 enum { FROM_0, ABOVE_0 };
 static double gguf_number(const Gguf *g, const char *key, int above, double missing) {
     const GgufValue *v = gguf_typed(g, key, GGUF_F32, false);
