@@ -98,8 +98,7 @@ typedef struct { const char *p; size_t n; } Span;
 #define SPAN(literal) ((Span){literal, sizeof(literal) - 1})
 
 // Bytes of the UTF-8 character at p: 1 to 4; 0 if the n bytes are only its beginning; -1 if it is
-// invalid (stray continuation, overlong, surrogate, above U+10FFFF). Reads no byte after the first
-// wrong.
+// invalid (stray continuation, overlong, surrogate, above U+10FFFF). Stops at the first wrong byte.
 static int utf8_length(const char *p, size_t n) {
     uint8_t a = (uint8_t)p[0];
     if (a < 0x80) return 1;
@@ -194,14 +193,11 @@ typedef struct { uint32_t *slot; uint32_t mask; } Map;
 
 static uint32_t span_hash(Span s) {
     uint64_t h = 0x9E3779B97F4A7C15u ^ s.n;
-    for (; s.n >= 8; s.p += 8, s.n -= 8) {
-        uint64_t w;
-        memcpy(&w, s.p, 8);
+    for (size_t n; s.n; s.p += n, s.n -= n) {
+        uint64_t w = 0;
+        memcpy(&w, s.p, n = MIN(s.n, 8));
         h = (h ^ w) * 0xFF51AFD7ED558CCDu, h ^= h >> 32;
     }
-    uint64_t w = 0;
-    memcpy(&w, s.p, s.n);
-    h = (h ^ w) * 0xC4CEB9FE1A85EC53u;
     return (uint32_t)(h >> 32 ^ h >> 7);
 }
 
@@ -246,11 +242,8 @@ static void rd_fail(Reader *r, const char *what) {
 }
 
 static const uint8_t *rd_bytes(Reader *r, uint64_t n) { // n bytes in place, or NULL
+    if (n > r->size - r->at) rd_fail(r, "the file ends too early");
     if (r->error) return NULL;
-    if (n > r->size - r->at) {
-        rd_fail(r, "the file ends too early");
-        return NULL;
-    }
     r->at += (size_t)n;
     return r->base + r->at - n;
 }
@@ -314,21 +307,15 @@ static double now(void) { // seconds
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-static uint64_t time_seed(void) { // differs between two starts in the same second
-    struct timespec t;
-    clock_gettime(CLOCK_REALTIME, &t);
-    return (uint64_t)t.tv_sec * 1000003u ^ (uint64_t)t.tv_nsec ^ (uint64_t)getpid() << 32;
-}
+static uint64_t time_seed(void) { return (uint64_t)(1e9 * now()) ^ (uint64_t)getpid() << 32; }
 
 static volatile sig_atomic_t interrupted; // the one mutable global: set by Ctrl-C
 
-static void on_interrupt(int sig) { // the second Ctrl-C ends the program as it would without us
-    interrupted = 1;
-    signal(sig, SIG_DFL);
-}
+static void on_interrupt(int sig) { interrupted = sig; }
 
-static void interrupt_arm(void) { // without SA_RESTART, so that a waiting read returns
-    struct sigaction action = {.sa_handler = on_interrupt};
+// The second Ctrl-C ends the program as it would without us. No SA_RESTART: a waiting read returns.
+static void interrupt_arm(void) {
+    struct sigaction action = {.sa_handler = on_interrupt, .sa_flags = SA_RESETHAND};
     interrupted = 0;
     sigaction(SIGINT, &action, NULL);
 }
@@ -405,20 +392,17 @@ static bool team_next(Team *t, long count, long *i) {
 
 // Runs work(arg, rank) once in each of t->n threads; fewer if the machine gives fewer.
 static void team_run(Team *t, void (*work)(void *arg, int rank), void *arg) {
-    atomic_store(&t->ticket, 0), atomic_store(&t->here, 0);
 #ifdef _OPENMP
-    if (t->n > 1) {
-        #pragma omp parallel num_threads(t->n)
-        {
-            #pragma omp single
-            t->n = omp_get_num_threads();
-            work(arg, omp_get_thread_num());
-        }
-        return;
+    #pragma omp parallel num_threads(t->n)
+    {
+        #pragma omp single
+        t->n = omp_get_num_threads();
+        work(arg, omp_get_thread_num());
     }
-#endif
+#else
     t->n = 1;
     work(arg, 0);
+#endif
 }
 
 // ---- random numbers: xorshift*, llama2.c's generator, so that its seeds keep their texts
@@ -506,6 +490,7 @@ typedef struct {            // a matrix in the file: [rows][cols], each row a ru
     size_t stride;          // bytes a row
     const uint8_t *scales;  // .bin v2 only: one f32 for every `group` weights through all rows
     int group;
+    float *bias;            // [rows], or NULL: none
 } Tensor;
 
 typedef struct {            // activations: n rows of floats, and the same as 16-bit blocks of 32
@@ -2676,12 +2661,11 @@ static const Arch archs[] = {
 typedef struct { // rotary position table: angle of pair i at p is p * inv_freq[i]
     int n_rot;                          // how many elements of a head turn; the rest is copied
     double *inv_freq;                   // (n_rot / 2)
-    double *inv_long;                   // longrope: instead, where the cache holds more than
-    int short_len;                      // so many positions; INT_MAX for others
+    double *inv_long;                   // longrope: instead, where the cache holds over short_len
     float scale;                        // of cosine and sine
 } Rope;
 
-enum { ROPE_FULL, ROPE_WINDOW, N_ROPES }; // tables of a model; n_rot is 0 where one is not used
+enum { ROPE_FULL, ROPE_WINDOW, N_ROPES }; // tables of a model, alike in n_rot; 0: it is not used
 
 typedef struct {
     const Arch *arch;
@@ -2719,13 +2703,10 @@ typedef struct {
     float *sinks;                       // (n_heads)
     Tensor w1, w3;                      // (hidden_dim, dim): gate_proj and up_proj
     Tensor w2;                          // (dim, hidden_dim): down_proj
-    float *bq, *bk, *bv, *bo;           // biases of wq ... w2, NULL where there are none
-    float *b1, *b3, *b2;
     float *shared_gate;                 // (dim) of the shared expert
     Tensor router;                      // (n_experts, dim)
     Tensor e1, e3;                      // (n_experts * expert_dim, dim): gate, up of all experts
     Tensor e2;                          // (n_experts * dim, expert_dim): down
-    float *router_bias, *be1, *be3, *be2;
 } Layer;
 
 typedef struct { int32_t next; uint32_t left; } Merge; // left: bytes of the left part; index = rank
@@ -2762,12 +2743,11 @@ typedef struct {                        // read-only once opened
     Layer *layers;
     Tensor embedding;                   // (vocab_size, dim)
     Tensor output;                      // (vocab_size, dim); the embedding again when tied
-    bool tied;
     float *output_norm;                 // (dim)
     Vocab vocab;
     Span chat_template;                 // as the file has it; empty where it has none
     int64_t weight_bytes;               // what one decoded token reads
-    bool all_f32;                       // no matrix is of a smaller type
+    bool packed;                        // some matrix is of a smaller type than f32
     Str warnings;                       // lines for stderr, printed unless -q
 } Model;
 
@@ -2800,47 +2780,44 @@ enum { NO_DIM, DIM, Q_DIM, KV_DIM, HEAD, HEADS, HIDDEN, SHARED_DIM, EXPERTS, EXP
 
 typedef struct {
     const char *name;                   // in a GGUF: blk.N.NAME.weight, and a bias if there is one
-    size_t at, bias;                    // places in Layer: of a Tensor and of `rows` floats as its
-                                        // bias, or where rows is NO_DIM of floats alone
+    size_t at;                          // place in Layer: of a Tensor, or where rows is NO_DIM of a
+                                        // float *
     int rows, cols;                     // a layer where one of them is 0 does not have the part
     int flags;                          // 0, or architectures without any of these do not have it
     const char *fused;                  // some files hold all parts of this name as one tensor
 } Part;
 
-#define PART_VECTOR(title, field, size)                                                            \
-    .name = title, .at = offsetof(Layer, field), .rows = NO_DIM, .cols = size
-#define PART_MATRIX(title, field, added, out, in)                                                  \
-    .name = title, .at = offsetof(Layer, field), .bias = offsetof(Layer, added), .rows = out,      \
-    .cols = in
+#define PART(title, field, out, in)                                                                \
+    .name = title, .at = offsetof(Layer, field), .rows = out, .cols = in
 enum { ATTN_NORM, WQ, WK, WV, WO, FFN_NORM, W1, W2, W3 }; // the order of .bin v0
 
 /* To add a part: a field in Layer, a row here, its use in chapter 6. */
 static const Part parts[] = {
-    [ATTN_NORM] = {PART_VECTOR("attn_norm", attn_norm, DIM), .flags = NORM_BEFORE},
-    [WQ] = {PART_MATRIX("attn_q", wq, bq, Q_DIM, DIM), .fused = "attn_qkv"},
-    [WK] = {PART_MATRIX("attn_k", wk, bk, KV_DIM, DIM), .fused = "attn_qkv"},
-    [WV] = {PART_MATRIX("attn_v", wv, bv, KV_DIM, DIM), .fused = "attn_qkv"},
-    [WO] = {PART_MATRIX("attn_output", wo, bo, DIM, Q_DIM)},
-    [FFN_NORM] = {PART_VECTOR("ffn_norm", ffn_norm, DIM), .flags = NORM_FFN},
-    [W1] = {PART_MATRIX("ffn_gate", w1, b1, HIDDEN, DIM), .fused = "ffn_up"},
-    [W2] = {PART_MATRIX("ffn_down", w2, b2, DIM, HIDDEN)},
-    [W3] = {PART_MATRIX("ffn_up", w3, b3, HIDDEN, DIM), .fused = "ffn_up"},
-    {PART_VECTOR("post_attention_norm", ffn_norm, DIM), .flags = NORM_FFN_MOVED},
-    {PART_VECTOR("post_attention_norm", attn_post, DIM), .flags = NORM_AFTER},
-    {PART_VECTOR("post_ffw_norm", ffn_post, DIM), .flags = NORM_AFTER},
-    {PART_VECTOR("attn_q_norm", q_norm, HEAD), .flags = NORM_QK},
-    {PART_VECTOR("attn_k_norm", k_norm, HEAD), .flags = NORM_QK},
-    {PART_VECTOR("attn_q_norm", q_norm, Q_DIM), .flags = NORM_QK_WIDE},
-    {PART_VECTOR("attn_k_norm", k_norm, KV_DIM), .flags = NORM_QK_WIDE},
-    {PART_VECTOR("attn_sinks", sinks, HEADS), .flags = SINKS},
-    {PART_MATRIX("ffn_gate_inp", router, router_bias, EXPERTS, DIM)},
-    {PART_MATRIX("ffn_gate_exps", e1, be1, ALL_EXPERT_DIM, DIM)},
-    {PART_MATRIX("ffn_down_exps", e2, be2, ALL_DIM, EXPERT_DIM)},
-    {PART_MATRIX("ffn_up_exps", e3, be3, ALL_EXPERT_DIM, DIM)},
-    {PART_MATRIX("ffn_gate_shexp", w1, b1, SHARED_DIM, DIM)},
-    {PART_MATRIX("ffn_down_shexp", w2, b2, DIM, SHARED_DIM)},
-    {PART_MATRIX("ffn_up_shexp", w3, b3, SHARED_DIM, DIM)},
-    {PART_VECTOR("ffn_gate_inp_shexp", shared_gate, DIM), .flags = SHARED},
+    [ATTN_NORM] = {PART("attn_norm", attn_norm, NO_DIM, DIM), .flags = NORM_BEFORE},
+    [WQ] = {PART("attn_q", wq, Q_DIM, DIM), .fused = "attn_qkv"},
+    [WK] = {PART("attn_k", wk, KV_DIM, DIM), .fused = "attn_qkv"},
+    [WV] = {PART("attn_v", wv, KV_DIM, DIM), .fused = "attn_qkv"},
+    [WO] = {PART("attn_output", wo, DIM, Q_DIM)},
+    [FFN_NORM] = {PART("ffn_norm", ffn_norm, NO_DIM, DIM), .flags = NORM_FFN},
+    [W1] = {PART("ffn_gate", w1, HIDDEN, DIM), .fused = "ffn_up"},
+    [W2] = {PART("ffn_down", w2, DIM, HIDDEN)},
+    [W3] = {PART("ffn_up", w3, HIDDEN, DIM), .fused = "ffn_up"},
+    {PART("post_attention_norm", ffn_norm, NO_DIM, DIM), .flags = NORM_FFN_MOVED},
+    {PART("post_attention_norm", attn_post, NO_DIM, DIM), .flags = NORM_AFTER},
+    {PART("post_ffw_norm", ffn_post, NO_DIM, DIM), .flags = NORM_AFTER},
+    {PART("attn_q_norm", q_norm, NO_DIM, HEAD), .flags = NORM_QK},
+    {PART("attn_k_norm", k_norm, NO_DIM, HEAD), .flags = NORM_QK},
+    {PART("attn_q_norm", q_norm, NO_DIM, Q_DIM), .flags = NORM_QK_WIDE},
+    {PART("attn_k_norm", k_norm, NO_DIM, KV_DIM), .flags = NORM_QK_WIDE},
+    {PART("attn_sinks", sinks, NO_DIM, HEADS), .flags = SINKS},
+    {PART("ffn_gate_inp", router, EXPERTS, DIM)},
+    {PART("ffn_gate_exps", e1, ALL_EXPERT_DIM, DIM)},
+    {PART("ffn_down_exps", e2, ALL_DIM, EXPERT_DIM)},
+    {PART("ffn_up_exps", e3, ALL_EXPERT_DIM, DIM)},
+    {PART("ffn_gate_shexp", w1, SHARED_DIM, DIM)},
+    {PART("ffn_down_shexp", w2, DIM, SHARED_DIM)},
+    {PART("ffn_up_shexp", w3, SHARED_DIM, DIM)},
+    {PART("ffn_gate_inp_shexp", shared_gate, NO_DIM, DIM), .flags = SHARED},
 };
 
 static int64_t part_size(const Model *m, const Layer *l, int what) {
@@ -2859,10 +2836,10 @@ static bool part_exists(const Model *m, const Layer *l, const Part *p) {
     return usual && part_size(m, l, p->rows) && part_size(m, l, p->cols);
 }
 
-// A copy of a one-row tensor as floats, (cols).
+// A copy of a tensor of one row or one column, as floats.
 static float *vector_copy(const Tensor *t) {
-    float *v = xalloc((size_t)t->cols, sizeof *v);
-    tensor_row(t, 0, v);
+    float *v = xalloc((size_t)(t->rows * t->cols), sizeof *v);
+    for (int64_t i = 0; i < t->rows; i++) tensor_row(t, i, v + i * t->cols);
     return v;
 }
 
@@ -2871,22 +2848,19 @@ static void matrix_count(Model *m, const Tensor *t, bool experts) {
     int64_t bytes = (int64_t)t->stride * t->rows
                     + (t->scales ? t->rows * t->cols / t->group * 4 : 0);
     m->weight_bytes += experts ? bytes / m->config.n_experts * m->config.n_used : bytes;
-    if (t->format->id != TYPE_F32) m->all_f32 = false;
+    m->packed |= t->format->id != TYPE_F32;
 }
 
 static void part_set(Model *m, Layer *l, const Part *p, const Tensor *t) {
-    char *field = (char *)l + p->at;
+    void *field = (char *)l + p->at;
     if (p->rows == NO_DIM) *(float **)field = vector_copy(t);
-    else {
-        *(Tensor *)field = *t;
-        matrix_count(m, t, p->rows == ALL_EXPERT_DIM || p->rows == ALL_DIM);
-    }
+    else *(Tensor *)field = *t;
+    if (p->rows != NO_DIM) matrix_count(m, t, p->rows == ALL_EXPERT_DIM || p->rows == ALL_DIM);
 }
 
 // Layers that are all alike, as the sizes in Config say.
 static void layers_init(Model *m) {
     const Config *c = &m->config;
-    m->all_f32 = true;
     m->layers = xalloc((size_t)c->n_layers, sizeof *m->layers);
     for (int i = 0; i < c->n_layers; i++)
         m->layers[i] = (Layer){
@@ -2897,7 +2871,7 @@ static void layers_init(Model *m) {
 }
 
 static void rope_init(Rope *r, int n_rot, double base, double factor) {
-    r->n_rot = n_rot, r->scale = 1, r->short_len = INT_MAX;
+    r->n_rot = n_rot, r->scale = 1;
     r->inv_freq = xalloc((size_t)n_rot / 2 + 1, sizeof *r->inv_freq);
     for (int i = 0; i < n_rot / 2; i++) r->inv_freq[i] = pow(base, -2.0 * i / n_rot) / factor;
 }
@@ -2906,9 +2880,9 @@ static void rope_init(Rope *r, int n_rot, double base, double factor) {
 static const uint8_t bin_magic[4] = {0x32, 0x34, 0x6b, 0x61}; // 0x616b3432, "ak42" to its author
 
 typedef struct {                        // walks the tensors of a .bin, which have no names
-    Reader *r;
+    const Reader *r;
     uint64_t at;                        // may pass the end of the file, which bin_open compares
-    int version, group;
+    int group;                          // version 2: weights to a scale; else 0
 } BinCursor;
 
 static const uint8_t *bin_bytes(BinCursor *b, uint64_t n) { // NULL past the end
@@ -2917,11 +2891,14 @@ static const uint8_t *bin_bytes(BinCursor *b, uint64_t n) { // NULL past the end
 }
 
 static Tensor bin_tensor(BinCursor *b, int64_t rows, int64_t cols, bool matrix) {
-    bool quantised = matrix && b->version == 2;
+    bool quantised = matrix && b->group;
     Tensor t = {.rows = rows, .cols = cols, .format = format_of(TYPE_F32)};
     t.stride = (size_t)cols * (quantised ? 1 : 4);
     t.data = bin_bytes(b, (uint64_t)rows * t.stride);
     if (quantised) {
+        if (rows * cols % b->group)
+            rd_die(b->r, 37, "group_size %d does not divide a matrix of %" PRId64 " x %" PRId64,
+                   b->group, rows, cols);
         bool aligned = cols % b->group == 0 && b->group % 32 == 0;
         t.format = format_of(aligned ? TYPE_BIN_BLOCKS : TYPE_BIN_FLAT), t.group = b->group;
         t.scales = bin_bytes(b, (uint64_t)(rows * cols / b->group * 4));
@@ -2944,7 +2921,7 @@ static int bin_int(Reader *r, const char *field, int64_t low, int64_t high) {
     rd_check(r);
     if (v < low || v > high)
         rd_die(r, r->at - 4, "%s is %d, expected %" PRId64 " to %" PRId64 " (is it a llama2.c "
-               "model?)", field, v, low, high);
+               "model? formats before GGUF are not read)", field, v, low, high);
     return v;
 }
 
@@ -2958,25 +2935,16 @@ static bool bin_header(Model *m, Reader *r, BinCursor *b) { // gives: is the cla
     if (c->dim % c->n_heads || c->dim / c->n_heads % 2 || c->n_heads % c->n_kv_heads)
         rd_die(r, r->at - 8, "n_heads is %d, n_kv_heads %d, expected to cut dim %d into even heads "
                "and these into groups", c->n_heads, c->n_kv_heads, c->dim);
-    int vocab = bin_int(r, "vocab_size", b->version ? 1 : -MAX_VOCAB, MAX_VOCAB);
+    int vocab = bin_int(r, "vocab_size", m->version ? 1 : -MAX_VOCAB, MAX_VOCAB);
     if (!vocab) rd_die(r, r->at - 4, "vocab_size is 0");
     c->vocab_size = abs(vocab);         // version 0: below 0 where the classifier is not shared
     c->seq_len = bin_int(r, "seq_len", 1, MAX_POSITIONS);
     c->head_size = c->dim / c->n_heads;
     c->norm_eps = 1e-5f;                // llama2.c's constant; no version of the file states it
     c->embed_scale = c->residual_scale = c->logit_divisor = 1;
-    if (!b->version) return vocab > 0;
-    bool shared = rd_uint(r, 1) != 0;
-    if (b->version == 2) {
-        b->group = bin_int(r, "group_size", 1, MAX_DIM);
-        const int64_t rows[] = {c->vocab_size, c->dim, c->n_kv_heads * c->head_size, c->hidden_dim};
-        for (int i = 0; i < COUNT(rows); i++)
-            if (rows[i] * c->dim % b->group)
-                rd_die(r, r->at - 4, "group_size %d does not divide a matrix of %" PRId64 " x %d",
-                       b->group, rows[i], c->dim);
-    }
-    r->at = 256;
-    if (r->at > r->size) rd_die(r, r->size, "the file ends in its header of 256 bytes");
+    b->at = m->version ? 256 : r->at;
+    bool shared = m->version ? rd_uint(r, 1) : vocab > 0;
+    if (m->version == 2) b->group = bin_int(r, "group_size", 1, MAX_DIM);
     return shared;
 }
 
@@ -2986,18 +2954,16 @@ static void bin_open(Model *m) {
     BinCursor b = {.r = r};
     if (r->size >= 8 && !memcmp(r->base, bin_magic, 4)) {
         r->at = 4;
-        b.version = (int32_t)rd_uint(r, 4);
-        if (b.version != 1 && b.version != 2)
-            rd_die(r, 4, ".bin version %d, expected 1 or 2 (version 0 has no magic)", b.version);
+        m->version = (int32_t)rd_uint(r, 4);
+        if (m->version != 1 && m->version != 2)
+            rd_die(r, 4, ".bin version %d, expected 1 or 2 (version 0 has no magic)", m->version);
     }
-    m->version = b.version;
     bool shared = bin_header(m, r, &b);
-    b.at = r->at;
     c->arch = &archs[0];
     layers_init(m);
     rope_init(&c->rope[ROPE_FULL], c->head_size, 10000.0, 1.0);
     Tensor norm;
-    if (b.version == 0) {
+    if (m->version == 0) {
         m->embedding = bin_tensor(&b, c->vocab_size, c->dim, true);
         for (int part = ATTN_NORM; part <= W3; part++) bin_layers(m, &b, part);
         norm = bin_tensor(&b, 1, c->dim, false);
@@ -3009,12 +2975,11 @@ static void bin_open(Model *m) {
         for (int part = WQ; part <= W3; part++)
             if (part != FFN_NORM) bin_layers(m, &b, part);
     }
-    m->tied = shared;
     m->output = shared ? m->embedding : bin_tensor(&b, c->vocab_size, c->dim, true);
     if (b.at != r->size)
         die("%s: %zu bytes, expected %" PRIu64 " for dim %d, hidden_dim %d, n_layers %d, "
             "vocab_size %d, seq_len %d%s", r->name, r->size, b.at, c->dim, c->hidden_dim,
-            c->n_layers, c->vocab_size, c->seq_len, b.version == 2 ? ", int8" : "");
+            c->n_layers, c->vocab_size, c->seq_len, b.group ? ", int8" : "");
     m->output_norm = vector_copy(&norm);
 }
 
@@ -3035,6 +3000,7 @@ typedef struct {
 
 typedef struct {
     uint32_t type;
+    const Format *format;               // NULL: not known here
     uint64_t dims[4], offset, bytes;
     const Reader *r;                    // the file it is in, at its first byte
     size_t at;
@@ -3044,7 +3010,7 @@ typedef struct {
 struct Gguf {
     Reader *r;
     Span arch;                          // general.architecture
-    int n_keys, n_tensors;
+    int n_tensors;
     Span *keys, *names;
     GgufValue *values;
     GgufTensor *tensors;
@@ -3078,50 +3044,46 @@ static void gguf_pairs(Gguf *g, uint64_t n) {
         rd_die(r, 16, "%" PRIu64 " metadata pairs, more than the file can hold", n);
     g->keys = xalloc((size_t)n, sizeof *g->keys), g->values = xalloc((size_t)n, sizeof *g->values);
     g->key_map = map_new((size_t)n);
-    for (g->n_keys = 0; g->n_keys < (int)n; g->n_keys++) {
-        int i = g->n_keys;
+    for (int i = 0; i < (int)n; i++) {
         size_t at = r->at;
         g->keys[i] = rd_string(r);
         g->values[i].type = (uint32_t)rd_uint(r, 4);
         gguf_skip(r, g->keys[i], &g->values[i]);
         rd_check(r);
-        if (!g->keys[i].n) rd_die(r, at, "a metadata key without a name");
         if (map_add(&g->key_map, g->keys, (uint32_t)i) != i)
             rd_die(r, at, "key %.*s stands twice", SHOWN(g->keys[i]));
     }
 }
 
-// Names of keys that begin with a dot stand behind the name of the architecture.
-static const char *gguf_key(char full[static 160], const Gguf *g, const char *key) {
-    snprintf(full, 160, "%.*s%s", *key == '.' ? (int)MIN(g->arch.n, 100) : 0, g->arch.p, key);
-    return full;
-}
-
-#define FULL(key) gguf_key((char[160]){0}, g, key)
-
-static const GgufValue *gguf_find(const Gguf *g, const char *name) {
-    const char *key = FULL(name);
-    int64_t i = map_find(&g->key_map, g->keys, (Span){key, strlen(key)});
+// A name of a key that begins with a dot stands behind the name of the architecture.
+static const GgufValue *gguf_find(const Gguf *g, const char *key) {
+    char full[160];
+    int n = *key == '.' ? (int)MIN(g->arch.n, 100) : 0;
+    snprintf(full, sizeof full, "%.*s%s", n, g->arch.p, key);
+    int64_t i = map_find(&g->key_map, g->keys, (Span){full, strlen(full)});
     return i < 0 ? NULL : &g->values[i];
 }
 
-_Noreturn static void gguf_wrong(const Gguf *g, const char *key, const char *expected) {
+// The end for what a value is; gguf_wrong: for what its type is.
+#define gguf_die(g, v, format, ...)                                                                \
+    rd_die((g)->r, (v)->at, "key %.*s is " format, SHOWN((g)->keys[(v) - (g)->values]), __VA_ARGS__)
+
+_Noreturn static void gguf_wrong(const Gguf *g, const char *key, bool array, const char *expected) {
+    static const char *const of[] = {"", "an array of "};
     const GgufValue *v = gguf_find(g, key);
-    rd_die(g->r, v->at, "key %s is %s%s, expected %s", FULL(key), v->array ? "an array of " : "",
-           gguf_types[v->type].name, expected);
+    gguf_die(g, v, "%s%s, expected %s%s", of[v->array], gguf_types[v->type].name, of[array],
+             expected);
 }
 
 // The value of a key, NULL if the file has none; one of another type is wrong.
 static const GgufValue *gguf_typed(const Gguf *g, const char *key, uint32_t type, bool array) {
     const GgufValue *v = gguf_find(g, key);
-    char expected[32];
-    snprintf(expected, sizeof expected, "%s%s", array ? "an array of " : "", gguf_types[type].name);
-    if (v && (v->type != type || v->array != array)) gguf_wrong(g, key, expected);
+    if (v && (v->type != type || v->array != array))
+        gguf_wrong(g, key, array, gguf_types[type].name);
     return v;
 }
 
-// Element i of a value of any width as a whole number (what is too large as the largest); false if
-// the type is no whole number.
+// Element i of a value as a whole number (too large: the largest); false if its type is none.
 static bool gguf_element(const Gguf *g, const GgufValue *v, uint64_t i, int64_t *out) {
     char kind = gguf_types[v->type].name[0];
     uint64_t u = 0, bytes = gguf_types[v->type].bytes, spare = 64 - 8 * bytes;
@@ -3138,14 +3100,13 @@ static int64_t gguf_layer_int(const Gguf *g, const char *key, int layer, int64_t
                               int64_t missing) {
     const GgufValue *v = gguf_find(g, key);
     int64_t n;
-    if (!v && missing == NEEDED) die("%s: key %s is missing", g->r->name, FULL(key));
+    if (!v && missing == NEEDED) die("%s: key %.*s%s is missing", g->r->name, SHOWN(g->arch), key);
     if (!v) return missing;
-    if (v->array && layer >= 0 && (uint64_t)layer >= v->count) gguf_wrong(g, key, "one a layer");
-    if ((v->array && layer < 0) || !gguf_element(g, v, v->array ? (uint64_t)layer : 0, &n))
-        gguf_wrong(g, key, "a whole number");
+    uint64_t i = v->array ? (uint64_t)layer : 0;
+    if (i >= v->count && layer >= 0) gguf_wrong(g, key, true, "one a layer");
+    if (i >= v->count || !gguf_element(g, v, i, &n)) gguf_wrong(g, key, false, "a whole number");
     if (n < low || n > high)
-        rd_die(g->r, v->at, "key %s is %" PRId64 ", expected %" PRId64 " to %" PRId64, FULL(key), n,
-               low, high);
+        gguf_die(g, v, "%" PRId64 ", expected %" PRId64 " to %" PRId64, n, low, high);
     return n;
 }
 
@@ -3153,23 +3114,13 @@ static int64_t gguf_int(const Gguf *g, const char *key, int64_t low, int64_t hig
     return gguf_layer_int(g, key, -1, low, high, none);
 }
 
-static int gguf_bool(const Gguf *g, const char *key) { // -1 if missing
-    const GgufValue *v = gguf_typed(g, key, GGUF_BOOL, false);
-    return v ? g->r->base[v->at] != 0 : -1;
-}
-
-// A finite number, at least 0 or, gguf_positive, above it.
-static double gguf_number(const Gguf *g, const char *key, double missing) {
+// A finite number, at least 0 or above it.
+enum { FROM_0, ABOVE_0 };
+static double gguf_number(const Gguf *g, const char *key, int above, double missing) {
     const GgufValue *v = gguf_typed(g, key, GGUF_F32, false);
     double x = v ? (double)f32_at(g->r->base + v->at) : missing;
-    if (!(x >= 0 && x < 1e30))
-        rd_die(g->r, v->at, "key %s is %g, expected a number from 0 on", FULL(key), x);
-    return x;
-}
-
-static double gguf_positive(const Gguf *g, const char *key, double missing) {
-    double x = gguf_number(g, key, missing);
-    if (x == 0) die("%s: key %s is 0, expected a number above it", g->r->name, FULL(key));
+    if (!(x >= (above ? DBL_MIN : 0) && x < 1e30))
+        gguf_die(g, v, "%g, expected a number %s", x, above ? "above 0" : "from 0 on");
     return x;
 }
 
@@ -3187,10 +3138,6 @@ static Span gguf_string(const Gguf *g, const char *key) { // empty if missing
     return v ? rd_string(&r) : SPAN("");
 }
 
-static const Format *gguf_format(uint32_t type) { // NULL: not known; ids from 1000 on are our own
-    return type < 1000 ? format_of(type) : NULL;
-}
-
 // Checks and sizes one row of the tensor table; where its bytes lie is checked when all are known.
 static void gguf_tensor_info(Gguf *g, int i) {
     Reader *r = g->r;
@@ -3198,23 +3145,21 @@ static void gguf_tensor_info(Gguf *g, int i) {
     size_t at = r->at;
     Span name = g->names[i] = rd_string(r);
     uint32_t n_dims = (uint32_t)rd_uint(r, 4);
+    for (uint32_t d = 0; d < 4; d++) t->dims[d] = d < n_dims ? rd_uint(r, 8) : 1;
+    t->type = (uint32_t)rd_uint(r, 4), t->offset = rd_uint(r, 8);
     rd_check(r);
     if (n_dims < 1 || n_dims > 4)
         rd_die(r, at, "tensor %.*s: %u dimensions, expected 1 to 4", SHOWN(name), n_dims);
     if (map_add(&g->name_map, g->names, (uint32_t)i) != i)
         rd_die(r, at, "tensor %.*s stands twice", SHOWN(name));
     uint64_t count = 1, most = 8 * (uint64_t)r->size; // weights: no type takes under a bit
-    for (uint32_t d = 0; d < 4; d++) {
-        t->dims[d] = d < n_dims ? rd_uint(r, 8) : 1;
-        rd_check(r);
+    for (int d = 0; d < 4; d++) {
         if (t->dims[d] < 1 || t->dims[d] > most / count)
-            rd_die(r, at, "tensor %.*s: dimension %u is %" PRIu64 ", expected 1 to what %zu bytes "
+            rd_die(r, at, "tensor %.*s: dimension %d is %" PRIu64 ", expected 1 to what %zu bytes "
                    "hold", SHOWN(name), d, t->dims[d], r->size);
         count *= t->dims[d];
     }
-    t->type = (uint32_t)rd_uint(r, 4), t->offset = rd_uint(r, 8);
-    rd_check(r);
-    const Format *f = gguf_format(t->type);
+    const Format *f = t->format = t->type < 1000 ? format_of(t->type) : NULL; // more: our own ids
     if (!f) return;                     // an unknown type is refused where the tensor is used
     if (t->dims[0] % (uint64_t)f->block)
         rd_die(r, at, "tensor %.*s: rows of %" PRIu64 ", expected a multiple of %d for %s",
@@ -3250,13 +3195,13 @@ static Gguf *gguf_read(Reader *r) {
     uint32_t version = (uint32_t)rd_uint(r, 4);
     uint64_t n_tensors = rd_uint(r, 8), n_keys = rd_uint(r, 8);
     rd_check(r);
-    if (version && !(version & 0xFFFF))
-        rd_die(r, 4, "big-endian; only little-endian GGUF is read");
-    if (version != 2 && version != 3) rd_die(r, 4, "GGUF version %u, expected 2 or 3", version);
+    if (version != 2 && version != 3)
+        rd_die(r, 4, "GGUF version %u, expected 2 or 3, little-endian", version);
     gguf_pairs(g, n_keys);
     g->arch = gguf_string(g, "general.architecture");
     g->alignment = (uint64_t)gguf_int(g, "general.alignment", 1, 1 << 20, 32);
-    if (g->alignment & (g->alignment - 1)) gguf_wrong(g, "general.alignment", "a power of two");
+    if (g->alignment & (g->alignment - 1))
+        gguf_wrong(g, "general.alignment", false, "a power of two");
     gguf_tensors(g, n_tensors);
     return g;
 }
@@ -3297,25 +3242,26 @@ static GgufTensor *gguf_tensor_find(const Gguf *g, const char *name) {
     return NULL;
 }
 
-// As (rows, cols): rows go through all dimensions but the first. One row takes in all of them.
+// As (rows, cols): rows go through all dimensions but the first. One row or column takes in all.
 // False if there is none, which is an error unless it is optional.
 static bool gguf_tensor(const Gguf *g, const char *name, int64_t rows, int64_t cols, bool optional,
                         Tensor *out) {
     GgufTensor *t = gguf_tensor_find(g, name);
+    int64_t wide = cols == 1 ? rows : cols, high = cols == 1 ? 1 : rows; // as the file says it
     if (!t && !optional)
-        die("%s: tensor %s is missing, expected (%" PRId64 ", %" PRId64 ")", g->r->name, name, cols,
-            rows);
+        die("%s: tensor %s is missing, expected (%" PRId64 ", %" PRId64 ")", g->r->name, name, wide,
+            high);
     if (!t) return false;
     t->used = true;
-    const Format *f = gguf_format(t->type);
+    const Format *f = t->format;
     if (!f)
         rd_die(t->r, t->at, "tensor %s has weight type %u, which is not known here", name, t->type);
     uint64_t far = t->dims[1] * t->dims[2] * t->dims[3]; // each bounded: see gguf_tensor_info
-    if (rows == 1 ? t->dims[0] * far != (uint64_t)cols
-                  : t->dims[0] != (uint64_t)cols || far != (uint64_t)rows)
+    if (t->dims[0] * far != (uint64_t)(rows * cols) || (high > 1 && t->dims[0] != (uint64_t)wide))
         rd_die(t->r, t->at, "tensor %s is (%" PRIu64 ", %" PRIu64 ", %" PRIu64 "), expected (%"
                PRId64 ", %" PRId64 ")", name, t->dims[0], t->dims[1], t->dims[2] * t->dims[3],
-               cols, rows);
+               wide, high);
+    if (cols % f->block) die("%s: %s in blocks", g->r->name, name);
     *out = (Tensor){.format = f, .data = t->r->base + t->at, .rows = rows, .cols = cols,
                     .stride = (size_t)(cols / f->block) * (size_t)f->bytes};
     return true;
@@ -3331,9 +3277,9 @@ static void gguf_foreign(const Gguf *g) {
     for (int i = 0; i < COUNT(keys); i++)
         gguf_int(g, keys[i].key, keys[i].low, keys[i].high, keys[i].low);
     if (gguf_int(g, ".expert_gating_func", 0, 3, 1) == 2)
-        gguf_wrong(g, ".expert_gating_func", "softmax (1 or 3): sigmoid is not known here");
-    double scale = gguf_number(g, ".expert_weights_scale", 1);
-    if ((scale && scale != 1) || gguf_number(g, ".attention.clamp_kqv", 0))
+        gguf_wrong(g, ".expert_gating_func", false, "softmax (1 or 3), not sigmoid");
+    double scale = gguf_number(g, ".expert_weights_scale", FROM_0, 1);
+    if ((scale && scale != 1) || gguf_number(g, ".attention.clamp_kqv", FROM_0, 0))
         die("%s: scaled expert weights or clamped queries, which are not known here", g->r->name);
 }
 
@@ -3345,7 +3291,7 @@ static void gguf_config(Model *m, const Gguf *g) {
     c->dim = gguf_int(g, ".embedding_length", 1, MAX_DIM, NEEDED);
     c->n_layers = gguf_int(g, ".block_count", 1, MAX_LAYERS, NEEDED);
     c->seq_len = (int)MIN(gguf_int(g, ".context_length", 1, INT64_MAX, NEEDED), MAX_POSITIONS);
-    c->norm_eps = gguf_positive(g, ".attention.layer_norm_rms_epsilon", 1e-5);
+    c->norm_eps = gguf_number(g, ".attention.layer_norm_rms_epsilon", ABOVE_0, 1e-5);
     c->n_heads = gguf_layer_int(g, ".attention.head_count", 0, 1, c->dim, NEEDED);
     c->head_size = gguf_int(g, ".attention.key_length", 1, 1 << 14, c->dim / c->n_heads);
     gguf_int(g, ".attention.value_length", c->head_size, c->head_size, 0); // the same here
@@ -3356,16 +3302,16 @@ static void gguf_config(Model *m, const Gguf *g) {
                          *shared = gguf_tensor_find(g, "blk.0.ffn_down_shexp.weight");
         c->expert_dim = expert ? MIN(expert->dims[0], MAX_DIM) : 1;
         c->hidden_dim = shared ? MIN(shared->dims[0], MAX_DIM) : 0;
-        int sum_1 = gguf_bool(g, ".expert_weights_norm");
-        c->weights_sum_1 = sum_1 >= 0 ? sum_1 : (a->flags & WEIGHTS_SUM_1) != 0;
+        bool sum_1 = a->flags & WEIGHTS_SUM_1;
+        c->weights_sum_1 = gguf_int(g, ".expert_weights_norm", 0, 1, sum_1);
     }
     double embed = a->flags & EMBED_SCALED ? sqrt((double)c->dim) : 1;
-    c->embed_scale = gguf_positive(g, ".embedding_scale", embed);
-    c->residual_scale = gguf_positive(g, ".residual_scale", 1);
-    c->logit_divisor = gguf_positive(g, ".logit_scale", 1);
-    c->score_cap = gguf_number(g, ".attn_logit_softcapping", (double)a->score_cap);
-    c->logit_cap = gguf_number(g, ".final_logit_softcapping", (double)a->logit_cap);
-    c->heat = gguf_number(g, ".attention.temperature_scale", 0);
+    c->embed_scale = gguf_number(g, ".embedding_scale", ABOVE_0, embed);
+    c->residual_scale = gguf_number(g, ".residual_scale", ABOVE_0, 1);
+    c->logit_divisor = gguf_number(g, ".logit_scale", ABOVE_0, 1);
+    c->score_cap = gguf_number(g, ".attn_logit_softcapping", FROM_0, (double)a->score_cap);
+    c->logit_cap = gguf_number(g, ".final_logit_softcapping", FROM_0, (double)a->logit_cap);
+    c->heat = gguf_number(g, ".attention.temperature_scale", FROM_0, 0);
     c->short_len = gguf_int(g, ".rope.scaling.original_context_length", 1, INT_MAX, c->seq_len);
 }
 
@@ -3383,7 +3329,7 @@ static void gguf_layer(Model *m, const Gguf *g, int i) {
         l->hidden_dim = gguf_layer_int(g, ".feed_forward_length", i, 1, MAX_DIM, NEEDED);
     bool own = a->layers_own_scale == c->n_layers; // Gemma's 27B models
     double size = own ? (double)c->dim / l->n_heads : (double)l->head_size;
-    l->score_scale = gguf_positive(g, ".attention.scale", 1 / sqrt(size));
+    l->score_scale = gguf_number(g, ".attention.scale", ABOVE_0, 1 / sqrt(size));
 
     // a list says of each layer whether it has the window; a number is the period
     const char *key = ".attention.sliding_window_pattern";
@@ -3392,16 +3338,16 @@ static void gguf_layer(Model *m, const Gguf *g, int i) {
     bool slides = pattern && pattern->array ? n > 0 : !n || i % n < n - 1;
     if (slides) l->window = gguf_int(g, ".attention.sliding_window", 0, INT_MAX, a->window);
     l->rope = l->window && a->flags & WINDOW_ROPE ? ROPE_WINDOW : ROPE_FULL;
-    bool none = a->flags & ROPE_SWITCH && gguf_bool(g, ".rope.scaling.finetuned") == 0;
+    bool none = a->flags & ROPE_SWITCH && !gguf_int(g, ".rope.scaling.finetuned", 0, 1, 1);
     if (none || (a->no_rope && (i + 1) % a->no_rope == 0)) l->rope = -1;
 }
 
 // YaRN: slow pairs turn `factor` times slower, fast ones as ever, those between in between.
 static void rope_yarn(Rope *r, const Gguf *g, double base, double factor, const Config *c) {
     bool exact = c->arch->flags & YARN_EXACT;
-    double fast = gguf_positive(g, ".rope.scaling.yarn_beta_fast", 32), ends[2];
-    double slow = gguf_positive(g, ".rope.scaling.yarn_beta_slow", 1);
-    double damp = gguf_number(g, ".rope.scaling.yarn_log_multiplier", 0);
+    double fast = gguf_number(g, ".rope.scaling.yarn_beta_fast", ABOVE_0, 32), ends[2];
+    double slow = gguf_number(g, ".rope.scaling.yarn_beta_slow", ABOVE_0, 1);
+    double damp = gguf_number(g, ".rope.scaling.yarn_log_multiplier", FROM_0, 0);
     for (int i = 0; i < 2; i++) { // the pair that turns so often in the original context
         double turns = i ? slow : fast;
         ends[i] = r->n_rot * log(c->short_len / (2 * acos(-1) * turns)) / (2 * log(base));
@@ -3414,22 +3360,23 @@ static void rope_yarn(Rope *r, const Gguf *g, double base, double factor, const 
     }
     double grow = 0.1 * log(factor);
     grow = factor > 1 ? (grow + 1) / (damp * grow + 1) : 1;
-    r->scale = gguf_positive(g, ".rope.scaling.yarn_attn_factor", grow);
+    r->scale = gguf_number(g, ".rope.scaling.yarn_attn_factor", ABOVE_0, grow);
 }
 
-// Divides the angles by a tensor, one divisor of at least `least` a pair; false if there is none.
-static bool rope_divide(const Gguf *g, const char *name, int pairs, float least, double *inv) {
+// The angles divided by a tensor, one divisor of at least `least` a pair; NULL if there is none.
+static double *rope_divided(const Gguf *g, const char *name, float least, const Rope *r) {
     Tensor t;
-    if (!gguf_tensor(g, name, 1, pairs, true, &t)) return false;
+    if (!gguf_tensor(g, name, 1, r->n_rot / 2, true, &t)) return NULL;
     float *divisor = vector_copy(&t);
-    for (int i = 0; i < pairs; i++) {
+    double *inv = xalloc((size_t)t.cols, sizeof *inv);
+    for (int i = 0; i < t.cols; i++) {
         if (!(divisor[i] >= least && divisor[i] < 1e31f))
             die("%s: tensor %s: element %d is %g, expected %g or more", g->r->name, name, i,
                 (double)divisor[i], (double)least);
-        inv[i] /= (double)divisor[i];
+        inv[i] = r->inv_freq[i] / (double)divisor[i];
     }
     free(divisor);
-    return true;
+    return inv;
 }
 
 static void gguf_ropes(Model *m, const Gguf *g) {
@@ -3438,30 +3385,27 @@ static void gguf_ropes(Model *m, const Gguf *g) {
     int n_rot = gguf_int(g, ".rope.dimension_count", 2, c->head_size, c->head_size);
     if (n_rot % 2) die("%s: heads of %d (rope %d), expected even", g->r->name, c->head_size, n_rot);
     double own_base = (double)c->arch->base;
-    double base = gguf_positive(g, ".rope.freq_base", own_base ? own_base : 10000);
-    double factor = gguf_positive(g, ".rope.scale_linear", 1); // the old name
-    double scaled = gguf_number(g, ".rope.scaling.factor", factor); // 0: none is stated
-    factor = scaled > 0 ? scaled : factor;
+    double base = gguf_number(g, ".rope.freq_base", ABOVE_0, own_base ? own_base : 10000);
+    double factor = gguf_number(g, ".rope.scaling.factor", FROM_0, 0);
+    if (!factor) factor = gguf_number(g, ".rope.scale_linear", ABOVE_0, 1); // the old name
     Span type = gguf_string(g, ".rope.scaling.type");
     bool yarn = span_is(type, "yarn"), linear = !type.n || span_is(type, "linear");
     if (!yarn && !linear && !span_is(type, "none") && !span_is(type, "longrope"))
-        gguf_wrong(g, ".rope.scaling.type", "none, linear, yarn or longrope");
+        gguf_wrong(g, ".rope.scaling.type", false, "none, linear, yarn or longrope");
     rope_init(r, n_rot, base, linear ? factor : 1);
     if (yarn) rope_yarn(r, g, base, factor, c);
-    r->scale *= gguf_positive(g, ".rope.scaling.attn_factor", 1);
+    r->scale *= gguf_number(g, ".rope.scaling.attn_factor", ABOVE_0, 1);
     if (c->arch->flags & WINDOW_ROPE) // Gemma 3's window layers have a base of their own
         rope_init(&c->rope[ROPE_WINDOW], n_rot,
-                  gguf_positive(g, ".rope.freq_base_swa", own_base ? 10000 : base), 1);
+                  gguf_number(g, ".rope.freq_base_swa", ABOVE_0, own_base ? 10000 : base), 1);
     // Llama 3.1's scaling comes as divisors of 1 and more (old files that hold frequencies under
     // this name are refused); longrope's as two sets, for short and for long contexts.
-    if (rope_divide(g, "rope_freqs.weight", n_rot / 2, 1, r->inv_freq)) return;
-    r->inv_long = xalloc((size_t)n_rot / 2, sizeof *r->inv_long);
-    memcpy(r->inv_long, r->inv_freq, (size_t)n_rot / 2 * sizeof *r->inv_long);
-    if (rope_divide(g, "rope_factors_long.weight", n_rot / 2, FLT_MIN, r->inv_long))
-        r->short_len = c->short_len;
-    else if (span_is(type, "longrope"))
-        gguf_wrong(g, ".rope.scaling.type", "its factors as tensors");
-    rope_divide(g, "rope_factors_short.weight", n_rot / 2, FLT_MIN, r->inv_freq);
+    double *inv = rope_divided(g, "rope_freqs.weight", 1, r);
+    r->inv_long = rope_divided(g, "rope_factors_long.weight", FLT_MIN, r);
+    if (!r->inv_long && span_is(type, "longrope"))
+        gguf_wrong(g, ".rope.scaling.type", false, "its factors as tensors");
+    if (!inv) inv = rope_divided(g, "rope_factors_short.weight", FLT_MIN, r);
+    if (inv) free(r->inv_freq), r->inv_freq = inv;
 }
 
 // What a file holds beyond the parts known here may matter: fluent and wrong is worse than warned.
@@ -3476,39 +3420,39 @@ static void gguf_unused(Model *m, const Gguf *g) {
                    count, SHOWN(first));
 }
 
-// Part p of layer n, or its bias; where the file holds several parts as one tensor, its share.
+// Part p of layer n, or its bias, as a column; where several parts are one tensor, its share.
 static bool gguf_part(const Model *m, const Gguf *g, int n, const Part *p, bool bias, Tensor *out) {
     const Layer *l = &m->layers[n];
     const char *suffix = bias ? "bias" : "weight";
-    int64_t rows = part_size(m, l, p->rows), cols = part_size(m, l, p->cols), all = 0, before = 0;
+    int64_t rows = part_size(m, l, p->rows), cols = bias ? 1 : part_size(m, l, p->cols);
+    int64_t all = 0, before = 0;
     char name[64], fused[64];
     snprintf(name, sizeof name, "blk.%d.%s.%s", n, p->name, suffix);
     const GgufTensor *own = gguf_tensor_find(g, name);
     if (p->fused && (!own || (int64_t)own->dims[bias ? 0 : 1] != rows)) {
         snprintf(fused, sizeof fused, "blk.%d.%s.%s", n, p->fused, suffix);
-        for (const Part *q = parts; q < parts + COUNT(parts); q++)
-            if (q->fused && !strcmp(q->fused, p->fused)) {
-                if (q < p) before += part_size(m, l, q->rows);
-                all += part_size(m, l, q->rows);
-            }
-        if (gguf_tensor(g, fused, bias ? 1 : all, bias ? all : cols, true, out)) {
-            if (bias && out->format->block > 1) die("%s: %s in blocks", g->r->name, fused);
-            out->data += (size_t)before * (bias ? (size_t)out->format->bytes : out->stride);
-            *(bias ? &out->cols : &out->rows) = rows;
+        for (const Part *q = parts; q < parts + COUNT(parts); q++) {
+            if (!q->fused || strcmp(q->fused, p->fused)) continue;
+            all += part_size(m, l, q->rows);
+            if (q < p) before = all;
+        }
+        if (gguf_tensor(g, fused, all, cols, true, out)) {
+            out->data += (size_t)before * out->stride;
+            out->rows = rows;
             return true;
         }
     }
-    return gguf_tensor(g, name, bias ? 1 : rows, bias ? rows : cols, bias, out);
+    return gguf_tensor(g, name, rows, cols, bias, out);
 }
 
 static void gguf_weights(Model *m, const Gguf *g) {
     Config *c = &m->config;
-    Tensor t;
+    Tensor t, bias;
     const GgufTensor *embedding = gguf_tensor_find(g, "token_embd.weight");
     c->vocab_size = embedding ? (int)MIN(embedding->dims[1], MAX_VOCAB) : 1;
     gguf_tensor(g, "token_embd.weight", c->vocab_size, c->dim, false, &m->embedding);
-    m->tied = !gguf_tensor(g, "output.weight", c->vocab_size, c->dim, true, &m->output);
-    if (m->tied) m->output = m->embedding;
+    if (!gguf_tensor(g, "output.weight", c->vocab_size, c->dim, true, &m->output))
+        m->output = m->embedding;
     gguf_tensor(g, "output_norm.weight", 1, c->dim, false, &t);
     m->output_norm = vector_copy(&t);
     layers_init(m);
@@ -3519,9 +3463,9 @@ static void gguf_weights(Model *m, const Gguf *g) {
         for (const Part *p = parts; p < parts + COUNT(parts); p++) {
             if (!part_exists(m, l, p)) continue;
             gguf_part(m, g, n, p, false, &t);
+            bool biased = p->rows != NO_DIM && gguf_part(m, g, n, p, true, &bias);
+            if (biased) t.bias = vector_copy(&bias);
             part_set(m, l, p, &t);
-            if (p->rows != NO_DIM && gguf_part(m, g, n, p, true, &t))
-                *(float **)((char *)l + p->bias) = vector_copy(&t);
         }
     }
 }
@@ -3581,18 +3525,10 @@ static void gguf_open(Model *m, int need) {
             m->config.vocab_size);
 }
 
-// Opens a mapped model file; `need` says what has to be there, 0: read what is there. Dies with the
-// reason.
+// Opens a mapped model file; `need` says what has to be there, 0: read what is there.
 static void model_open(Model *m, Reader file, const char *tokenizer, int need) {
-    static const char older[][5] = {"FUGG", "tjgg", "fmgg", "lmgg"};
-    char magic[5] = "";
     m->file = file;
-    memcpy(magic, file.base, MIN(file.size, 4));
-    for (int i = 0; i < COUNT(older); i++)
-        if (!strcmp(magic, older[i]))
-            die("%s: byte 0: magic %s: a format before GGUF (or one of the other byte order)",
-                file.name, magic);
-    if (!strcmp(magic, "GGUF")) gguf_open(m, need);
+    if (file.size >= 4 && !memcmp(file.base, "GGUF", 4)) gguf_open(m, need);
     else {
         bin_open(m);
         if (need & NEED_VOCAB) bin_vocab(m, tokenizer);
@@ -3671,22 +3607,17 @@ static uint8_t *kv_values(const Session *s, const Layer *l, int head) {
 
 static void kv_store(const Session *s, const Layer *l, int head, int pos, const float *k,
                      const float *v) {
-    enum { PART = 64 };
-    const int64_t d = l->head_size;
-    uint8_t *keys = kv_keys(s, l, head), *values = kv_values(s, l, head);
-    for (int64_t from = 0; from < d; from += PART) {
-        const int64_t n = MIN(PART, d - from), key = (pos / 8 * d + from) * 8 + pos % 8;
-        const int64_t value = pos * d + from;
-        uint16_t half[2][PART];
-        if (s->half) {
-            vec_ops[s->team.isa].narrow(k + from, n, half[0]);
-            vec_ops[s->team.isa].narrow(v + from, n, half[1]);
-            for (int64_t i = 0; i < n; i++) memcpy(keys + 2 * (key + 8 * i), &half[0][i], 2);
-            memcpy(values + 2 * value, half[1], 2 * (size_t)n);
-        } else {
-            for (int64_t i = 0; i < n; i++) memcpy(keys + 4 * (key + 8 * i), k + from + i, 4);
-            memcpy(values + 4 * value, v + from, 4 * (size_t)n);
-        }
+    const int64_t d = l->head_size, size = s->half ? 2 : 4;
+    uint8_t *key = kv_keys(s, l, head) + (pos / 8 * d * 8 + pos % 8) * size;
+    uint8_t *value = kv_values(s, l, head) + pos * d * size;
+    if (s->half) {
+        uint16_t *narrowed = (uint16_t *)(void *)value; // first the key, then what belongs there
+        vec_ops[s->team.isa].narrow(k, d, narrowed);
+        for (int64_t i = 0; i < d; i++) memcpy(key + 16 * i, narrowed + i, 2);
+        vec_ops[s->team.isa].narrow(v, d, narrowed);
+    } else {
+        for (int64_t i = 0; i < d; i++) memcpy(key + 32 * i, k + i, 4);
+        memcpy(value, v, 4 * (size_t)d);
     }
 }
 
@@ -3699,8 +3630,8 @@ static int64_t cache_bytes_per_token(const Model *m, bool half) {
 }
 
 // ---- rows
-static void row_add(float *x, const float *y, int n) {
-    for (int i = 0; y && i < n; i++) x[i] += y[i];
+static void row_add(float *x, const float *bias, int64_t from, int n) { // bias[from ...] or none
+    for (int i = 0; bias && i < n; i++) x[i] += bias[from + i];
 }
 
 // RMSNorm: y = x / sqrt(mean x^2 + eps) * weight. No weight: y = x
@@ -3718,33 +3649,38 @@ static void row_cap(const Session *s, float *x, int64_t from, int64_t to, float 
     for (int64_t i = from; i < to; i++) x[i] = c * (1 - 2 / (x[i] + 1));
 }
 
-// out = act(gate) * up. Every activation here is gate * sigmoid(z) with its own z.
-static void row_gate(const Session *s, float *out, const float *gate, const float *up, int n) {
-    int flags = s->model->config.arch->flags;
+// Elements from .. to - 1 of a row of h = act(gate) * up; their biases begin at bias_from. Every
+// activation here is gate * sigmoid(z) with its own z.
+static void row_gate(const Session *s, const Acts *h, int64_t row, int64_t from, int64_t to,
+                     const float *gate_bias, const float *up_bias, int64_t bias_from) {
+    int flags = s->model->config.arch->flags, n = (int)(to - from);
+    float *gate = s->h1 + row * h->cols + from, *up = s->h3 + row * h->cols + from;
+    float *out = h->x + row * h->ldx + from;
+    row_add(gate, gate_bias, bias_from, n);
+    row_add(up, up_bias, bias_from, n);
+    for (int i = 0; flags & CLAMPED && i < n; i++) {
+        gate[i] = MIN(gate[i], 7.0f);
+        up[i] = 1 + MAX(-7.0f, MIN(up[i], 7.0f));
+    }
     for (int i = 0; i < n; i++) {
-        float g = flags & CLAMPED ? MIN(gate[i], 7.0f) : gate[i], z = g;
+        float g = gate[i], z = flags & CLAMPED ? 1.702f * g : g;
         if (flags & GELU) z = 1.59576912f * (g + 0.044715f * g * g * g); // 2 sqrt(2 / pi) (...)
-        if (flags & CLAMPED) z = 1.702f * g;
         out[i] = -z;
     }
     vec_ops[s->team.isa].exps(out, 0, n, 0);
-    for (int i = 0; i < n; i++) {
-        float g = flags & CLAMPED ? MIN(gate[i], 7.0f) : gate[i];
-        float u = flags & CLAMPED ? 1 + MAX(-7.0f, MIN(up[i], 7.0f)) : up[i];
-        out[i] = g / (1.0f + out[i]) * u;
-    }
+    for (int i = 0; i < n; i++) out[i] = gate[i] / (1.0f + out[i]) * up[i];
+    acts_quantise(s->team.isa, h, (int)row, from, to);
 }
 
 // Between two blocks: what the last one gave joins the stream, x += scale * norm(branch + bias),
-// and the norm of that is what the next matrices read. Row j of branch and activations is row
-// first + j.
+// and the next matrices read the norm of that. Row j of branch and activations is row first + j.
 static void rows_join(const Pass *p, Worker *w, const float *bias, const float *post,
                       const float *next, Acts *a, float *trace) {
     Session *s = p->s;
     const Config *c = &s->model->config;
     for (long j; team_next(w->team, p->n - p->first, &j);) {
         float *x = s->x + (p->first + j) * c->dim, *branch = s->branch + j * c->dim;
-        row_add(branch, bias, c->dim);
+        row_add(branch, bias, 0, c->dim);
         if (post) row_norm(s, branch, branch, post, c->dim);
         for (int k = 0; k < c->dim; k++) x[k] += c->residual_scale * branch[k];
         if (trace) memcpy(trace + (p->first + j) * c->dim, x, sizeof *x * (size_t)c->dim);
@@ -3754,16 +3690,15 @@ static void rows_join(const Pass *p, Worker *w, const float *bias, const float *
 }
 
 static float *rope_turn(const Session *s, int table, int row) { // (n_rot / 2, 2)
-    const Rope *r = s->model->config.rope;
-    int64_t at = table == ROPE_WINDOW ? (int64_t)s->chunk * r[ROPE_FULL].n_rot : 0;
-    return s->turn + at + (int64_t)row * r[table].n_rot;
+    return s->turn + ((int64_t)table * s->chunk + row) * s->model->config.rope[table].n_rot;
 }
 
 // Angles are formed in double: in float they would be off by 1e-4 at position 4,096.
 static void rope_angles(const Session *s, int row) {
     for (int t = 0; t < N_ROPES; t++) {
         const Rope *r = &s->model->config.rope[t];
-        const double *inv = s->seq_len > r->short_len ? r->inv_long : r->inv_freq;
+        bool far = r->inv_long && s->seq_len > s->model->config.short_len;
+        const double *inv = far ? r->inv_long : r->inv_freq;
         float *turn = rope_turn(s, t, row);
         for (int i = 0; i < r->n_rot / 2; i++) {
             double angle = s->rows[row].pos * inv[i];
@@ -3797,9 +3732,9 @@ static void attention_prepare(const Session *s, const Layer *l, int row, int h, 
     float *q = s->q + (int64_t)row * l->n_heads * d + q_at;
     float *k = s->k + (int64_t)row * l->n_kv_heads * d + kv_at;
     float *v = s->v + (int64_t)row * l->n_kv_heads * d + kv_at;
-    if (l->bq) row_add(q, l->bq + q_at, q_dim);
-    if (l->bk) row_add(k, l->bk + kv_at, kv_dim);
-    if (l->bv) row_add(v, l->bv + kv_at, kv_dim);
+    row_add(q, l->wq.bias, q_at, q_dim);
+    row_add(k, l->wk.bias, kv_at, kv_dim);
+    row_add(v, l->wv.bias, kv_at, kv_dim);
     bool wide = c->arch->flags & NORM_QK_WIDE;
     for (int i = 0; l->q_norm && i < q_dim; i += wide ? q_dim : d)
         row_norm(s, q + i, q + i, l->q_norm, wide ? q_dim : d);
@@ -3893,12 +3828,8 @@ static void ffn_dense(const Pass *p, Worker *w, const Layer *l, const Acts *a) {
     matmul(w, a, (Product[]){{&l->w1, s->h1, hidden, 0, rows}, {&l->w3, s->h3, hidden, 0, rows}},
            2);
     for (long i; team_next(w->team, (long)rows * pieces, &i);) {
-        int64_t row = i / pieces, from = i % pieces * part, to = MIN(hidden, from + part);
-        float *gate = s->h1 + row * hidden + from, *up = s->h3 + row * hidden + from;
-        if (l->b1) row_add(gate, l->b1 + from, to - from);
-        if (l->b3) row_add(up, l->b3 + from, to - from);
-        row_gate(s, h.x + row * h.ldx + from, gate, up, to - from);
-        acts_quantise(s->team.isa, &h, (int)row, from, to);
+        int64_t from = i % pieces * part, to = MIN(hidden, from + part);
+        row_gate(s, &h, i / pieces, from, to, l->w1.bias, l->w3.bias, from);
     }
     matmul(w, &h, (Product[]){{&l->w2, s->branch, dim, 0, rows}}, 1);
 }
@@ -3909,7 +3840,7 @@ static void experts_choose(const Session *s, const Layer *l, int row) {
     const VecOps *ops = &vec_ops[s->team.isa];
     int n = l->n_experts, *chosen = s->chosen + row * c->n_used;
     float *p = s->route + (int64_t)row * n, *share = s->share + row * c->n_used, sum = 0;
-    row_add(p, l->router_bias, n);
+    row_add(p, l->router.bias, 0, n);
     float all = ops->exps(p, 0, n, ops->row_max(p, 0, n));
     for (int k = 0; k < c->n_used; k++) {
         int best = 0;
@@ -3955,14 +3886,9 @@ static void ffn_experts(const Pass *p, Worker *w, const Layer *l, const Acts *a)
     for (long i; team_next(w->team, pairs, &i);)
         acts_copy(&in, s->place[i], a, (int)i / c->n_used);
     matmul(w, &in, s->product, 2 * s->n_in_use);
-    for (long i; team_next(w->team, pairs, &i);) {
-        int64_t at = s->place[i], e = s->chosen[i];
-        float *gate = s->h1 + at * hidden, *up = s->h3 + at * hidden;
-        if (l->be1) row_add(gate, l->be1 + e * hidden, hidden);
-        if (l->be3) row_add(up, l->be3 + e * hidden, hidden);
-        row_gate(s, h.x + at * h.ldx, gate, up, hidden);
-        acts_quantise(s->team.isa, &h, (int)at, 0, hidden);
-    }
+    for (long i; team_next(w->team, pairs, &i);)
+        row_gate(s, &h, s->place[i], 0, hidden, l->e1.bias, l->e3.bias,
+                 (int64_t)s->chosen[i] * hidden);
     matmul(w, &h, s->product + 2 * l->n_experts, s->n_in_use);
     for (long i; team_next(w->team, rows, &i);) {
         float *branch = s->branch + i * dim, shared = 1;
@@ -3977,7 +3903,7 @@ static void ffn_experts(const Pass *p, Worker *w, const Layer *l, const Acts *a)
         for (int j = 0; j < c->n_used; j++) {
             int64_t pair = i * c->n_used + j;
             float *y = s->expert_out + s->place[pair] * (int64_t)dim;
-            if (l->be2) row_add(y, l->be2 + s->chosen[pair] * (int64_t)dim, dim);
+            row_add(y, l->e2.bias, s->chosen[pair] * (int64_t)dim, dim);
             for (int k = 0; k < dim; k++) branch[k] += s->share[pair] * y[k];
         }
     }
@@ -4006,10 +3932,10 @@ static void forward_worker(void *arg, int rank) {
         layer_attention(&p, w, l, &a);
         if (last && !wanted) return;
         a = acts_at(s->acts, p.n - p.first, dim);
-        rows_join(&p, w, l->bo, l->attn_post, l->ffn_norm, &a, NULL);
+        rows_join(&p, w, l->wo.bias, l->attn_post, l->ffn_norm, &a, NULL);
         if (l->hidden_dim) ffn_dense(&p, w, l, &a);
         if (l->n_experts) ffn_experts(&p, w, l, &a);
-        rows_join(&p, w, l->b2, l->ffn_post, last ? m->output_norm : l[1].attn_norm, &a,
+        rows_join(&p, w, l->w2.bias, l->ffn_post, last ? m->output_norm : l[1].attn_norm, &a,
                   s->trace ? s->trace + (int64_t)i * s->chunk * dim : NULL);
     }
     int64_t vocab = m->config.vocab_size;
@@ -4768,10 +4694,10 @@ static void vocab_from_gguf(Vocab *v, const Gguf *g, Str *warnings) {
     if (spm) vocab_repair_scores(v);
     else vocab_read_merges(v, merges, n_merges);
     if (v->kind == VOCAB_BPE) v->uni = uni_new();
-    int add_bos = gguf_bool(g, "tokenizer.ggml.add_bos_token");
+    int add_bos = gguf_int(g, "tokenizer.ggml.add_bos_token", 0, 1, -1);
     v->add_bos = gemma4 || (add_bos < 0 ? flags & PRE_BOS : add_bos);
-    v->add_eos = gguf_bool(g, "tokenizer.ggml.add_eos_token") > 0;
-    v->space_prefix = spm && gguf_bool(g, "tokenizer.ggml.add_space_prefix") != 0;
+    v->add_eos = gguf_int(g, "tokenizer.ggml.add_eos_token", 0, 1, 0);
+    v->space_prefix = spm && gguf_int(g, "tokenizer.ggml.add_space_prefix", 0, 1, 1);
     v->strip_after = spm && tok_find_text(v, "<|placeholder1|>") >= 0; // Phi-3
 }
 
@@ -5826,7 +5752,7 @@ static Session *start_session(const Options *o, const Model *m, int positions, i
     int threads = core_count(), most = MIN(MAX_THREADS, 4 * threads);
     if (o->threads) threads = (int)MAX(o->threads, 1);
     else if (m->weight_bytes < 16000000) threads = 1; // they would mostly wait for each other
-    bool half = o->kv ? o->kv == 2 : !m->all_f32;
+    bool half = o->kv ? o->kv == 2 : m->packed;
     return session_new(m, positions, (int)o->chunk, half, MIN(threads, most), logit_rows);
 }
 
@@ -6209,7 +6135,8 @@ static bool info_types(const Model *m, Str *out) { // is the cache f16 by defaul
     const Config *c = &m->config;
     int64_t count[COUNT(formats) + 1] = {0}, parameters = 0;
     bool half = m->version == 2;        // of a .bin
-    if (!g) parameters = c->dim + (int64_t)c->dim * c->vocab_size * (m->tied ? 1 : 2);
+    bool tied = m->output.data == m->embedding.data;
+    if (!g) parameters = c->dim + (int64_t)c->dim * c->vocab_size * (tied ? 1 : 2);
     for (const Part *p = parts; !g && p < parts + COUNT(parts); p++)
         if (part_exists(m, m->layers, p)) // all layers are alike
             parameters += c->n_layers * part_size(m, m->layers, p->rows)
@@ -6218,8 +6145,7 @@ static bool info_types(const Model *m, Str *out) { // is the cache f16 by defaul
     for (; g; g = g->next)
         for (int i = 0; i < g->n_tensors; i++) {
             const GgufTensor *t = &g->tensors[i];
-            const Format *f = gguf_format(t->type);
-            count[f ? f - formats : COUNT(formats)]++;
+            count[t->format ? t->format - formats : COUNT(formats)]++;
             half |= t->type != TYPE_F32 && !(untied && span_is(g->names[i], "token_embd.weight"));
             parameters += (int64_t)(t->dims[0] * t->dims[1] * t->dims[2] * t->dims[3]);
         }

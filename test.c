@@ -108,8 +108,8 @@ static void model_close(Model *m) {
     for (int i = 0; m->layers && i < m->config.n_layers; i++)
         for (int p = 0; p < COUNT(parts); p++)
             if (part_exists(m, &m->layers[i], &parts[p]))
-                free(*(float **)((char *)&m->layers[i]
-                                 + (parts[p].rows == NO_DIM ? parts[p].at : parts[p].bias)));
+                free(*(float **)((char *)&m->layers[i] + parts[p].at
+                                 + (parts[p].rows == NO_DIM ? 0 : offsetof(Tensor, bias))));
     for (int t = 0; t < N_ROPES; t++)
         free(m->config.rope[t].inv_freq), free(m->config.rope[t].inv_long);
     free(m->layers), free(m->output_norm), str_free(&m->warnings);
