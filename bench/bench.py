@@ -125,9 +125,11 @@ def measure(args):
         seen, gbs, counts = {}, {}, {}
         info = output([args.run, model, "-m", "info"]) or ""
         types = re.search(r"^types: (.*)", info, re.M)
+        # -n counts positions: as many as the prompt has, and one token comes out, as with llama-completion's -n 1
+        length = len((output([args.run, model, "-m", "tokenize", "-i", SHORT_PROMPT]) or "").split())
         for number in range(args.rounds):
             results = {"run.c": list(run_c(args, model))}
-            results["run.c"] += starts([args.run, model, "-i", SHORT_PROMPT, "-n", 9, "-t", 0, "-c", 512, "--threads",
+            results["run.c"] += starts([args.run, model, "-i", SHORT_PROMPT, "-n", length, "-t", 0, "-c", 512, "--threads",
                                         args.threads, "-q"])
             depths = [d for phase, _, d, *_ in results["run.c"] if phase == "decode"] or [0]
             if model.suffix == ".bin":
