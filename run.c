@@ -505,11 +505,10 @@ typedef struct {            // activations: n rows of floats, and the same as 16
     int64_t ldx, ldq, ldb;  // in elements; odd numbers of cache lines, so that rows do not collide
 } Acts;
 
-typedef struct {            // y[i * ldy + r] = row r of w times row i of x
+typedef struct {            // y[i][r] = row r of w times row i of x, (n, w->rows)
     const Tensor *w;
     float *y;
-    int64_t ldy;
-    int first, n;           // of these rows of x: row `first` makes y[0 .. ldy)
+    int first, n;           // of these rows of x: row `first` makes y[0]
 } Product;
 
 typedef uint64_t V64 __attribute__((vector_size(64))); // GNU C's vectors: bytes as words,
@@ -1556,7 +1555,7 @@ INLINE void quantised_dot(const Simd *v, const Format *f, bool known, int scales
     }
     for (int c = 0; c < n; c++)
         for (int r = 0; r < 4; r++)
-            y->y[(first + c) * y->ldy + row[r]] = v->fold(&l[r][c]);
+            y->y[(first + c) * t->rows + row[r]] = v->fold(&l[r][c]);
 }
 
 static void quantised_dot_c(const Product *p, const int64_t *row, const Acts *x, int first, int n) {
@@ -1651,7 +1650,7 @@ INLINE void float_dot(const Simd *v, const Format *f, int cols, const Product *p
             }
     }
     for (int r = 0; r < 4; r++)
-        for (int c = 0; c < cols; c++) p->y[(first + c) * p->ldy + row[r]] = y[r][c];
+        for (int c = 0; c < cols; c++) p->y[(first + c) * t->rows + row[r]] = y[r][c];
 }
 
 static void float_dot_c(const Product *p, const int64_t *row, const Acts *x, int first, int n) {
@@ -2567,7 +2566,7 @@ static void product_panels(const Worker *w, const Acts *x, const Product *p, lon
                                 (int)MIN(step, to - at), part);
                 }
                 if (end) fold_panel(part, k->columns, k->rows, near, rows, !quantised && from,
-                                 p->y + (first + c) * p->ldy + row, p->ldy);
+                                 p->y + (first + c) * t->rows + row, t->rows);
             }
         }
     }
@@ -3798,12 +3797,10 @@ static void attention_tile(const Pass *p, Worker *w, const Layer *l, Acts *a, in
 // From the activations `a` of all rows to the branch of those from p->first on.
 static void layer_attention(const Pass *p, Worker *w, const Layer *l, const Acts *a) {
     Session *s = p->s;
-    int dim = s->model->config.dim, q_dim = l->n_heads * l->head_size;
-    int kv_dim = l->n_kv_heads * l->head_size, rows = p->n - p->first;
+    int q_dim = l->n_heads * l->head_size, rows = p->n - p->first;
     Acts att = acts_at(s->acts, rows, q_dim);
-    matmul(w, a, (Product[]){{&l->wq, s->q, q_dim, 0, p->n}, {&l->wk, s->k, kv_dim, 0, p->n},
-                             {&l->wv, s->v, kv_dim, 0, p->n}}, 3);
-
+    matmul(w, a, (Product[]){{&l->wq, s->q, 0, p->n}, {&l->wk, s->k, 0, p->n},
+                             {&l->wv, s->v, 0, p->n}}, 3);
     int at_once = s->model->config.arch->flags & NORM_QK_WIDE ? l->n_kv_heads : 1;
     int pieces = l->n_kv_heads / at_once;
     for (long i; team_next(w->team, (long)p->n * pieces, &i);)
@@ -3816,22 +3813,21 @@ static void layer_attention(const Pass *p, Worker *w, const Layer *l, const Acts
     if (l->head_size % 32)              // else attention_tile has done it
         for (long i; team_next(w->team, rows, &i);)
             acts_quantise(s->team.isa, &att, (int)i, 0, q_dim);
-    matmul(w, &att, (Product[]){{&l->wo, s->branch, dim, 0, rows}}, 1);
+    matmul(w, &att, (Product[]){{&l->wo, s->branch, 0, rows}}, 1);
 }
 
 // ---- feed-forward: w2 (act(w1 h) * w3 h)
 static void ffn_dense(const Pass *p, Worker *w, const Layer *l, const Acts *a) {
     Session *s = p->s;
-    int dim = s->model->config.dim, hidden = l->hidden_dim, rows = p->n - p->first;
+    int hidden = l->hidden_dim, rows = p->n - p->first;
     int part = rows < w->team->n ? 512 : hidden, pieces = (hidden + part - 1) / part;
     Acts h = acts_at(s->pair_acts, rows, hidden);
-    matmul(w, a, (Product[]){{&l->w1, s->h1, hidden, 0, rows}, {&l->w3, s->h3, hidden, 0, rows}},
-           2);
+    matmul(w, a, (Product[]){{&l->w1, s->h1, 0, rows}, {&l->w3, s->h3, 0, rows}}, 2);
     for (long i; team_next(w->team, (long)rows * pieces, &i);) {
         int64_t from = i % pieces * part, to = MIN(hidden, from + part);
         row_gate(s, &h, i / pieces, from, to, l->w1.bias, l->w3.bias, from);
     }
-    matmul(w, &h, (Product[]){{&l->w2, s->branch, dim, 0, rows}}, 1);
+    matmul(w, &h, (Product[]){{&l->w2, s->branch, 0, rows}}, 1);
 }
 
 // Softmax over the router's logits; the n_used largest, the lower index among equals.
@@ -3867,7 +3863,7 @@ static void experts_plan(Session *s, const Layer *l, int rows) {
             *t = *whole[i], t->rows /= l->n_experts;
             t->data += (size_t)(e * t->rows) * t->stride;
             s->product[i < 2 ? 2 * n + i : 2 * l->n_experts + n] =
-                (Product){t, y[i] + first * t->rows, t->rows, first, end - first};
+                (Product){t, y[i] + first * t->rows, first, end - first};
         }
         s->n_in_use++;
     }
@@ -3880,7 +3876,7 @@ static void ffn_experts(const Pass *p, Worker *w, const Layer *l, const Acts *a)
     int dim = c->dim, hidden = l->expert_dim, rows = p->n - p->first;
     int pairs = rows * c->n_used;
     Acts in = acts_at(s->pair_acts, pairs, dim), h = acts_at(s->pair_acts, pairs, hidden);
-    matmul(w, a, (Product[]){{&l->router, s->route, l->n_experts, 0, rows}}, 1);
+    matmul(w, a, (Product[]){{&l->router, s->route, 0, rows}}, 1);
     for (long i; team_next(w->team, rows, &i);) experts_choose(s, l, (int)i);
     for (long i; team_next(w->team, 1, &i);) experts_plan(s, l, rows);
     for (long i; team_next(w->team, pairs, &i);)
@@ -3939,7 +3935,7 @@ static void forward_worker(void *arg, int rank) {
                   s->trace ? s->trace + (int64_t)i * s->chunk * dim : NULL);
     }
     int64_t vocab = m->config.vocab_size;
-    matmul(w, &a, (Product[]){{&m->output, s->logits, vocab, 0, wanted}}, 1);
+    matmul(w, &a, (Product[]){{&m->output, s->logits, 0, wanted}}, 1);
     if (m->config.logit_divisor == 1 && !m->config.logit_cap) return;
     for (long i; team_next(w->team, wanted, &i);) {
         float *logits = s->logits + i * vocab;

@@ -889,7 +889,7 @@ static void test_kernels(void) {
                     part.n = batches[b];
                     for (int i = 0; i < part.n; i++) acts_quantise(isa, &part, i, 0, cols);
                     job.worker[0].team = job.worker[1].team = &team;
-                    job.x = &part, job.product = (Product){&t, y, rows, 0, part.n};
+                    job.x = &part, job.product = (Product){&t, y, 0, part.n};
                     memset(y, 0xFF, sizeof *y * (size_t)(most * rows));
                     team_run(&team, kernel_worker, &job);
                     int64_t bad = 0;
