@@ -4011,6 +4011,18 @@ static uint64_t heap_pop(Heap *h) { // h->n > 0
     return top;
 }
 
+// A number as 32 bits that sort as the numbers do, the largest first; 0 and -0 alike; and back.
+static uint64_t best_first(float x) {
+    uint32_t bits;
+    x = 0.0f - x;
+    memcpy(&bits, &x, 4);
+    return bits ^ (bits >> 31 ? 0xFFFFFFFF : 0x80000000);
+}
+
+static float best_first_value(uint64_t order) {
+    return 0.0f - f32_of_bits((uint32_t)order ^ (order >> 31 ? 0x80000000 : 0xFFFFFFFF));
+}
+
 // ---- Unicode 16: classes of code points, combining classes, canonical decompositions. White space
 // is one more class: it overlaps no other. Lt counts as Lu and Lm as Lo, because every expression
 // that tells letters apart names them together; Han letters are Lo that one expression sets apart.
@@ -4754,11 +4766,8 @@ static void tok_pair(Encoder *e, Span word, uint32_t i) {
     if (i + s->length == word.n) return;
     int id = tok_find_piece(v, (Span){word.p + i, s->length + next->length});
     if (id < 0) return;
-    if (v->score) {
-        float order = 0.0f - v->score[id];
-        memcpy(&s->order, &order, 4);
-        s->order ^= s->order >> 31 ? 0xFFFFFFFF : 0x80000000; // bits that sort as the numbers do
-    } else {
+    if (v->score) s->order = (uint32_t)best_first(v->score[id]);
+    else {
         int32_t m = v->merge_of[id];
         while (m >= 0 && v->merge[m].left != s->length) m = v->merge[m].next;
         s->order = (uint32_t)m; // -1 is NEVER
@@ -5003,28 +5012,14 @@ static void stream_free(Stream *s) { str_free(&s->raw), str_free(&s->held); }
  */
 enum { PENALTY_WINDOW = 64 };           // tokens that the repetition penalty looks back on
 
-typedef struct { float p; int id; } Candidate;
-
 typedef struct {
     float temperature, top_p, min_p, repeat_penalty;
     int top_k;
     uint64_t rng;
     int isa;                            // of the exponentials
-    Candidate *list;                    // (vocab_size)
+    uint64_t *list;                     // (vocab_size) candidates: best_first << 32 | id
+    Heap heap;
 } Sampler;
-
-static bool candidate_before(Candidate a, Candidate b) { // falling probability, then rising id
-    return a.p > b.p || (a.p == b.p && a.id < b.id);
-}
-
-static void best_sink(Candidate *heap, int n, int i) { // the best on top
-    Candidate c = heap[i];
-    for (int child; (child = 2 * i + 1) < n; heap[i] = heap[child], i = child) {
-        if (child + 1 < n && candidate_before(heap[child + 1], heap[child])) child++;
-        if (!candidate_before(heap[child], c)) break;
-    }
-    heap[i] = c;
-}
 
 static void penalise(float *logits, int n, const int *recent, int n_recent, float penalty) {
     int from = MAX(0, n_recent - PENALTY_WINDOW);
@@ -5043,21 +5038,15 @@ static int argmax(int isa, const float *logits, int n) {
     return best;
 }
 
-// Moves the best of list[0 .. n) to its front, best first: at most `most`, and no more than it
+// Leaves the best of n candidates in the list, best first: at most `most`, and no more than it
 // takes for their sum to pass `enough`. Gives their number.
-static int keep_best(Candidate *list, int n, int most, float enough, float *sum) {
-    int left = n;
-    for (int i = n / 2 - 1; i >= 0; i--) best_sink(list, n, i);
-    for (*sum = 0; left > 0 && n - left < most && *sum <= enough;) {
-        Candidate best = list[0];
-        list[0] = list[--left], list[left] = best; // taken ones gather behind the heap, best last
-        best_sink(list, left, 0);
-        *sum += best.p;
-    }
-    int kept = n - left;
-    for (int i = 0; i < MIN(kept, n / 2); i++) {   // turned round
-        Candidate c = list[i];
-        list[i] = list[n - 1 - i], list[n - 1 - i] = c;
+static int keep_best(Sampler *s, int n, int most, float enough, float *sum) {
+    int kept = 0;
+    s->heap.n = 0;
+    for (int i = 0; i < n; i++) heap_push(&s->heap, s->list[i]);
+    for (*sum = 0; kept < MIN(n, most) && *sum <= enough; kept++) {
+        s->list[kept] = heap_pop(&s->heap);
+        *sum += best_first_value(s->list[kept] >> 32);
     }
     return kept;
 }
@@ -5079,10 +5068,10 @@ static int sample(Sampler *s, float *logits, int n, const int *recent, int n_rec
     int top = argmax(s->isa, logits, n);
     if (s->temperature == 0) return top;
 
-    for (int i = 0; i < n; i++) s->list[i] = (Candidate){logits[i], i};
+    for (int i = 0; i < n; i++) s->list[i] = best_first(logits[i]) << 32 | (uint32_t)i;
     float total;
-    int size = s->top_k > 0 && s->top_k < n ? keep_best(s->list, n, s->top_k, INFINITY, &total) : n;
-    for (int i = 0; i < size; i++) logits[i] = s->list[i].p / s->temperature;
+    int size = s->top_k > 0 && s->top_k < n ? keep_best(s, n, s->top_k, INFINITY, &total) : n;
+    for (int i = 0; i < size; i++) logits[i] = best_first_value(s->list[i] >> 32) / s->temperature;
     float max = vec_ops[s->isa].row_max(logits, 0, size);
     if (!isfinite(max)) return top;     // so low a temperature that the division overflowed
     float sum = vec_ops[s->isa].exps(logits, 0, size, max), best = 1 / sum;
@@ -5092,15 +5081,17 @@ static int sample(Sampler *s, float *logits, int n, const int *recent, int n_rec
     int kept = 0;
     total = 0;
     for (int i = 0; i < size; i++) {
-        Candidate c = {logits[i] / sum, s->list[i].id};
-        if (c.p >= least || c.p >= best) s->list[kept++] = c, total += c.p;
+        float p = logits[i] / sum;
+        if (p < least && p < best) continue;
+        s->list[kept++] = best_first(p) << 32 | (uint32_t)s->list[i];
+        total += p;
     }
-    if (s->top_p > 0 && s->top_p < 1) kept = keep_best(s->list, kept, kept, s->top_p, &total);
+    if (s->top_p > 0 && s->top_p < 1) kept = keep_best(s, kept, kept, s->top_p, &total);
     else if (kept == size) total = 1;   // nothing was left out: the whole of the softmax
     float coin = rng_float(&s->rng) * total, reached = 0;
-    for (int i = 0; i < kept; i++)
-        if (coin < (reached += s->list[i].p)) return s->list[i].id;
-    return s->list[kept - 1].id;                            // rounding left a gap at the end
+    int i = 0;                          // the last one, where rounding left a gap at the end
+    while (i < kept - 1 && coin >= (reached += best_first_value(s->list[i] >> 32))) i++;
+    return (int)(uint32_t)s->list[i];
 }
 /* ------------------------------------------------------------------------------------------------
  * Chapter 10. Sessions
@@ -5792,7 +5783,7 @@ static Sampler start_sampler(const Options *o, const Session *s, bool chat) {
         .temperature = (float)use.temperature, .top_p = (float)use.top_p,
         .min_p = (float)use.min_p, .repeat_penalty = (float)use.repeat_penalty,
         .top_k = (int)use.top_k, .rng = seed, .isa = s->team.isa,
-        .list = xalloc((size_t)s->model->config.vocab_size, sizeof(Candidate)),
+        .list = xalloc((size_t)s->model->config.vocab_size, sizeof(uint64_t)),
     };
 }
 

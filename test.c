@@ -1218,7 +1218,7 @@ static void test_thinking(void) {
 static void test_sampler(void) {
     enum { N = 8 };
     const float logits[N] = {1, 3, 2, 3, -1, 0, 2.5f, -9};
-    Candidate list[N];
+    uint64_t list[N];
     float work[N];
     Sampler s = {.list = list, .rng = 1, .isa = isa_best()};
     #define SAMPLE() (memcpy(work, logits, sizeof work), sample(&s, work, N, NULL, 0))
@@ -1252,7 +1252,7 @@ static void test_sampler(void) {
             check(seen[k] == (cases[i].kept[k] == '1'), "top_p %g min_p %g top_k %d: token %d",
                   (double)s.top_p, (double)s.min_p, s.top_k, k);
     }
-    s = (Sampler){.list = list, .rng = 1, .isa = isa_best(), .repeat_penalty = 2};
+    s.temperature = 0, s.repeat_penalty = 2;
     memcpy(work, logits, sizeof work);
     check(sample(&s, work, N, (int[]){1, 3, 3, 1}, 4) == 6,
           "repetition penalty: 3 / 2 is less than 2.5");
@@ -1267,6 +1267,7 @@ static void test_sampler(void) {
           "NaN among the logits was not refused");
     outcome_free(&refusal);
     uint64_t rng = 42;
+    free(s.heap.p);
     check(rng_next(&rng) == 1456360119 && rng_next(&rng) == 3359763283, "llama2.c's generator");
 }
 
