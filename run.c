@@ -4188,16 +4188,13 @@ static Unicode *uni_new(void) {
 
 typedef struct { uint32_t code; uint8_t class, bytes; } Letter; // of a text; bytes: its length
 
-// out: text.n Letters; gives their number. *all: whatever Unicode.of says of any of them.
-static int letters_from(Letter *out, const Unicode *uni, Span text, int *all) {
+// out: text.n Letters; gives their number.
+static int letters_from(Letter *out, const Unicode *uni, Span text) {
     int n = 0;
-    *all = 0;
-    for (size_t at = 0; at < text.n; n++) {
+    for (size_t at = 0; at < text.n; at += out[n++].bytes) {
         uint32_t code;
         int bytes = utf8_next(text.p + at, text.n - at, &code);
         out[n] = (Letter){code, uni->of[code] & 15, (uint8_t)bytes};
-        *all |= uni->of[code];
-        at += (size_t)bytes;
     }
     return n;
 }
@@ -4223,12 +4220,18 @@ static uint32_t uni_join(const Unicode *u, uint64_t a, uint64_t b) { // what a a
     return found >> 21 == (a << 21 | b) ? (uint32_t)found & UNI_CODE : 0;
 }
 
-// Appends the composed form of n letters.
-static void letters_compose(const Unicode *u, const Letter *text, int n, Str *out) {
+// The composed form of a text: itself where nothing can change, else in *out.
+static Span text_compose(const Unicode *u, Span text, Str *out) {
+    uint32_t code = 0;
+    size_t at = 0;
+    while (at < text.n && !(u->of[code] & UNI_UNSTABLE))
+        at += (size_t)utf8_next(text.p + at, text.n - at, &code);
+    if (!(u->of[code] & UNI_UNSTABLE)) return text;
     Heap a = {0}, marks = {0};          // a: the letters taken apart; only an array here
-    for (int i = 0; i <= n; i++) {      // the last round enters a NUL, so that no mark waits
-        uint32_t piece[5] = {i < n ? text[i].code : 0};
+    for (at = 0; at <= text.n;) {       // the last round enters a NUL, so that no mark waits
+        uint32_t piece[5] = {0};
         int k = 0;
+        at += at < text.n ? (size_t)utf8_next(text.p + at, text.n - at, &piece[0]) : 1;
         while (u->of[piece[k]] & UNI_SPLITS) { // the last piece is the first of the letter
             uint64_t split = uni_find(u->split, UNI_N_SPLITS, (uint64_t)piece[k] << 42);
             uint32_t second = split & UNI_CODE;
@@ -4259,6 +4262,7 @@ static void letters_compose(const Unicode *u, const Letter *text, int n, Str *ou
     }
     for (size_t i = 0; i < kept; i++) utf8_put(out, (uint32_t)a.p[i]);
     free(a.p), free(marks.p);
+    return str_span(out);
 }
 // ---- Re: a matcher for what pre-tokenisers use. Escapes begin with %, which C leaves alone.
 //   pattern = branch { "|" branch }                 the first branch that fits is taken
@@ -4281,28 +4285,17 @@ static const uint16_t re_classes[128] = {                   // \p{L} is %L here,
 };
 #undef BIT
 
-// Is l the member at *p? Moves *p past it. *literal: its code if it may begin a range, or 0.
-static bool re_member(const char **p, Letter l, uint32_t *literal) {
-    bool escape = **p == '%';
-    uint16_t classes = escape ? re_classes[(uint8_t)(*p)[1]] : 0;
-    *p += escape, *literal = 0;
-    if (classes) return (*p)++, classes >> l.class & 1;
-    *p += utf8_next(*p, 4, literal);
-    return *literal == l.code;
-}
-
 static bool re_set(const char *p, Letter l) { // does the set at p hold l?
-    uint32_t lo, hi;
-    if (*p != '[') return re_member(&p, l, &lo);
-    bool negated = *++p == '^', hit = false;
-    if (negated) p++;
-    while (*p != ']' && !hit) {
-        hit = re_member(&p, l, &lo);
-        if (*p == '-' && lo) {
-            p++, hit |= re_member(&p, l, &hi);
-            hit |= l.code >= lo && l.code <= hi;
-        }
-    }
+    bool many = *p == '[', negated = many && p[1] == '^', hit = false;
+    p += many + negated;
+    do {
+        uint16_t classes = *p == '%' ? re_classes[(uint8_t)p[1]] : 0;
+        uint32_t lo, hi;
+        p += *p == '%', p += utf8_next(p, 4, &lo);
+        bool range = many && *p == '-' && !classes;
+        if (range) p++, p += *p == '%', p += utf8_next(p, 4, &hi);
+        hit = classes ? classes >> l.class & 1 : l.code >= lo && l.code <= (range ? hi : lo);
+    } while (many && *p != ']' && !hit);
     return hit != negated;
 }
 
@@ -4707,8 +4700,8 @@ static void vocab_from_gguf(Vocab *v, const Gguf *g, Str *warnings) {
     else vocab_read_merges(v, merges, n_merges);
     if (v->kind == VOCAB_BPE) v->uni = uni_new();
     int add_bos = gguf_int(g, "tokenizer.ggml.add_bos_token", 0, 1, -1);
-    v->add_bos = gemma4 || (add_bos < 0 ? flags & PRE_BOS : add_bos);
-    v->add_eos = gguf_int(g, "tokenizer.ggml.add_eos_token", 0, 1, 0);
+    v->add_bos = v->bos >= 0 && (gemma4 || (add_bos < 0 ? flags & PRE_BOS : add_bos));
+    v->add_eos = v->eos >= 0 && gguf_int(g, "tokenizer.ggml.add_eos_token", 0, 1, 0);
     v->space_prefix = spm && gguf_int(g, "tokenizer.ggml.add_space_prefix", 0, 1, 1);
     v->strip_after = spm && tok_find_text(v, "<|placeholder1|>") >= 0; // Phi-3
 }
@@ -4717,7 +4710,7 @@ static void vocab_from_gguf(Vocab *v, const Gguf *g, Str *warnings) {
 // there are is for the model to say. Ids 1 and 2 are BOS and EOS, whatever their texts; these have
 // newlines around them for display, which tok_piece puts back.
 static void vocab_from_bin(Vocab *v, Reader *r, int vocab_size) {
-    *v = (Vocab){.kind = VOCAB_SPM, .bin = true, .add_bos = true, .space_prefix = true};
+    *v = (Vocab){.kind = VOCAB_SPM, .bin = true, .add_bos = vocab_size > 1, .space_prefix = true};
     vocab_new(v, vocab_size, true);
     uint64_t longest = rd_uint(r, 4), n = 0;
     for (; !r->error && r->at < r->size; n++) {
@@ -4828,35 +4821,30 @@ static void tok_word(Encoder *e, Span word) {
 static void tok_spaced(Encoder *e, Span raw) {
     const Vocab *v = e->v;
     Span space = tok_space(v);
-    Str *s = &e->text;
-    s->n = 0;
-    if (v->space_prefix) str_add(s, space.p, space.n);
+    Str *word = &e->text;
+    word->n = 0;
+    if (v->space_prefix) str_add(word, space.p, space.n);
     for (size_t i = 0; i < raw.n; i++) {
         bool bar = span_at(raw, i, SPAN(TOK_BAR)); // a space for SentencePiece
-        if (bar || raw.p[i] == ' ') str_add(s, space.p, space.n), i += bar ? 2 : 0;
-        else str_add(s, raw.p + i, 1);
+        if (!bar && raw.p[i] != ' ') {
+            str_add(word, raw.p + i, 1);
+            continue;
+        }
+        if (word->n && !v->glue[(uint8_t)word->p[word->n - 1]])
+            tok_word(e, str_span(word)), word->n = 0;
+        str_add(word, space.p, space.n), i += bar ? 2 : 0;
     }
-    Span text = {s->p, s->n};
-    for (size_t i = 1, from = 0; i <= text.n; i++) {
-        if (i < text.n && (v->glue[(uint8_t)text.p[i - 1]] || !span_at(text, i, space))) continue;
-        tok_word(e, (Span){text.p + from, i - from});
-        from = i;
-    }
+    tok_word(e, str_span(word));
 }
 
 // Byte-level BPE: cuts the text into words by `pre` and maps their bytes.
-static void tok_words(Encoder *e, Span raw, bool composed) {
+static void tok_words(Encoder *e, Span raw) {
     const Vocab *v = e->v;
+    Str composed = {0};
+    if (v->pre->flags & PRE_NFC) raw = text_compose(v->uni, raw, &composed);
     Letter *letter = xalloc(raw.n, sizeof *letter);
     uint8_t *cut = xalloc(raw.n + 1, 1);
-    int all, n = letters_from(letter, v->uni, raw, &all);
-    if (v->pre->flags & PRE_NFC && all & UNI_UNSTABLE && !composed) {
-        Str text = {0};
-        letters_compose(v->uni, letter, n, &text);
-        tok_words(e, (Span){text.p, text.n}, true);
-        str_free(&text);
-        n = 0;
-    }
+    int n = letters_from(letter, v->uni, raw);
     re_cut(v->pre->patterns, letter, n, cut);
     for (int i = 0; i < n;) {
         const char *p = raw.p;
@@ -4866,7 +4854,7 @@ static void tok_words(Encoder *e, Span raw, bool composed) {
         for (; p < raw.p; p++) utf8_put(&e->text, byte_to_code((uint8_t)*p));
         tok_word(e, (Span){e->text.p, e->text.n});
     }
-    free(letter), free(cut);
+    free(letter), free(cut), str_free(&composed);
 }
 
 // ---- encoding
@@ -4898,7 +4886,7 @@ static void tok_encode(const Vocab *v, Span text, const uint8_t *typed, int flag
         int id = rest.n ? special_at(v, rest, typed ? typed + i : NULL, flags) : NO_TOKEN;
         if (id < 0 && rest.n) continue;
         if (raw.n && v->kind == VOCAB_SPM) tok_spaced(&e, raw);
-        else if (raw.n) tok_words(&e, raw, false);
+        else if (raw.n) tok_words(&e, raw);
         if (id < 0) break;
         ids_add(out, id);
         from = i + v->text[id].n;
@@ -4908,10 +4896,6 @@ static void tok_encode(const Vocab *v, Span text, const uint8_t *typed, int flag
         i = from - 1;
     }
     free(e.symbol), free(e.heap.p), free(e.whole), str_free(&e.text);
-}
-
-static void tok_bos(const Vocab *v, Ids *out) {
-    if (v->add_bos && v->bos >= 0) ids_add(out, v->bos);
 }
 
 // ---- decoding
@@ -4976,8 +4960,11 @@ static size_t stream_ready(Stream *s, bool end) {
     return s->held.n;
 }
 
-static Span stream_take(Stream *s, bool end) { // end: nothing waits any more
+// Adds bytes and returns what may be shown now (valid until the next call). end: the last of them,
+// nothing waits any more.
+static Span stream_push(Stream *s, Span bytes, bool end) {
     size_t at = 0;
+    if (!s->stopped) str_add(&s->raw, bytes.p, bytes.n);
     for (uint32_t code; at < s->raw.n;) { // whole characters go from raw to held
         const char *p = s->raw.p + at;
         int n = utf8_length(p, s->raw.n - at);
@@ -4992,13 +4979,6 @@ static Span stream_take(Stream *s, bool end) { // end: nothing waits any more
     return (Span){s->held.p, s->shown};
 }
 
-// Adds bytes and returns what may be shown now (valid until the next call).
-static Span stream_push(Stream *s, Span bytes) {
-    if (!s->stopped) str_add(&s->raw, bytes.p, bytes.n);
-    return stream_take(s, false);
-}
-
-static Span stream_flush(Stream *s) { return stream_take(s, true); } // the rest, at the end
 static void stream_free(Stream *s) { str_free(&s->raw), str_free(&s->held); }
 /* ------------------------------------------------------------------------------------------------
  * Chapter 9. Choosing a token
@@ -5703,9 +5683,9 @@ static Ids input_ids(const Options *o, const Model *m) {
         ids_add(&ids, (int)id), p = stop;
     }
     if (o->ids) return ids;
-    if (!o->no_bos) tok_bos(&m->vocab, &ids);
+    if (!o->no_bos && m->vocab.add_bos) ids_add(&ids, m->vocab.bos);
     tok_encode(&m->vocab, str_span(&text), NULL, o->special ? TOK_SPECIAL : 0, &ids);
-    if (m->vocab.add_eos && m->vocab.eos >= 0) ids_add(&ids, m->vocab.eos);
+    if (m->vocab.add_eos) ids_add(&ids, m->vocab.eos);
     return ids;
 }
 
@@ -5813,7 +5793,7 @@ static Speaker speaker_new(const Options *o, const Model *m, int positions, bool
     return s;
 }
 
-static void speaker_put(Speaker *s, Span text) { put(stream_push(&s->stream, text)); }
+static void speaker_put(Speaker *s, Span text) { put(stream_push(&s->stream, text, false)); }
 
 // Gives out what is new in a chat's reply: thinking where it is to be shown, and the answer.
 static void speaker_reply(Speaker *s, bool end) {
@@ -5874,7 +5854,7 @@ static void speak(Speaker *s) {
     }
     s->made += (double)(ids->n - before), s->made_s += now() - start;
     if (s->form.t) speaker_reply(s, true);
-    put(stream_flush(&s->stream));
+    put(stream_push(&s->stream, SPAN(""), true));
     put(SPAN("\n"));
 }
 
@@ -6049,7 +6029,7 @@ static void cmd_score(const Options *o, const Model *m) {
     Ids ids = input_ids(o, m);
     int context = context_size(o, m, SCORE_PIECE), vocab = m->config.vocab_size, row = 0;
     int64_t n = (int64_t)ids.n, size = MIN(n, context);
-    bool pieces = n > context, bos = m->vocab.add_bos && m->vocab.bos >= 0 && !o->no_bos && !o->ids;
+    bool pieces = n > context, bos = m->vocab.add_bos && !o->no_bos && !o->ids;
     if (n < 2) die("score: the text has %zu tokens, at least 2 are needed", ids.n);
     if (pieces && o->logits)
         die("--logits: the text has %zu tokens, the context %d positions: use -c %zu", ids.n,
