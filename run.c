@@ -2714,6 +2714,7 @@ typedef struct { int32_t next; uint32_t left; } Merge; // left: bytes of the lef
 typedef struct {
     enum { VOCAB_NONE, VOCAB_SPM, VOCAB_BPE } kind; // texts with U+2581 for spaces; of mapped bytes
     bool bin;                // tokenizer.bin: spaces are spaces, every token prints its text
+    Span space;              // SPM: how texts write it
     int size;
     Span *text;              // [size] as in the file
     uint8_t *type;           // [size] TYPE_
@@ -4186,19 +4187,6 @@ static Unicode *uni_new(void) {
     return u;
 }
 
-typedef struct { uint32_t code; uint8_t class, bytes; } Letter; // of a text; bytes: its length
-
-// out: text.n Letters; gives their number.
-static int letters_from(Letter *out, const Unicode *uni, Span text) {
-    int n = 0;
-    for (size_t at = 0; at < text.n; at += out[n++].bytes) {
-        uint32_t code;
-        int bytes = utf8_next(text.p + at, text.n - at, &code);
-        out[n] = (Letter){code, uni->of[code] & 15, (uint8_t)bytes};
-    }
-    return n;
-}
-
 // ---- NFC (Unicode Standard Annex 15): letters are taken apart, runs of marks sorted by combining
 // class, and what belongs together joined again; Hangul by arithmetic. Near-linear for any text.
 static uint64_t uni_find(const uint64_t *sorted, int n, uint64_t key) { // the first not below, or 0
@@ -4271,6 +4259,8 @@ static Span text_compose(const Unicode *u, Span text, Str *out) {
 //   set     = "[" ["^"] { member ["-" member] } "]" | member
 //   member  = character | "%" letter of re_classes | "%" other character
 // A group gives nothing back of what it took. The patterns are ours (a table below): trusted.
+typedef struct { uint32_t code; uint8_t class, bytes, cut; } Letter; // cut: a word begins with it
+
 typedef struct {
     const Letter *text;
     int begin, end;          // of the fragment; look-around sees no more of the text
@@ -4345,21 +4335,30 @@ static int re_match(Re *r, const char *p, int i) { // the same for a pattern: it
     }
 }
 
-// Cuts n letters into words: cut[i] != 0 where one begins. Matches become words, gaps between
+// The n letters of a text, behind them one more, cut into words. Matches become words, gaps between
 // matches too; each pattern is run on every piece that the earlier ones left.
-static void re_cut(const char *const *patterns, const Letter *text, int n, uint8_t *cut) {
+static Letter *letters_cut(const Unicode *u, Span text, const char *const *patterns, int *n) {
+    Letter *letter = xalloc(text.n + 1, sizeof *letter);
+    *n = 0;
+    for (size_t at = 0; at < text.n; at += letter[(*n)++].bytes) {
+        uint32_t code;
+        uint8_t bytes = (uint8_t)utf8_next(text.p + at, text.n - at, &code);
+        letter[*n] = (Letter){code, u->of[code] & 15, bytes, 0};
+    }
+    letter[*n].cut = 1;
     for (; *patterns; patterns++) {
-        Re r = {.text = text};
-        for (int i = 0; i < n;) {
-            const uint8_t *next = memchr(cut + i + 1, 1, (size_t)(n - i - 1));
-            r.begin = i, r.end = next ? (int)(next - cut) : n;
+        Re r = {.text = letter};
+        for (int i = 0; i < *n;) {
+            r.begin = i, r.end = i + 1;
+            while (!letter[r.end].cut) r.end++;
             while (i < r.end) {
                 int end = re_match(&r, *patterns, i);
-                if (end > i) cut[i] = cut[end] = 1; // cut has n + 1 places
+                if (end > i) letter[i].cut = letter[end].cut = 1;
                 i = MAX(end, i + 1);
             }
         }
     }
+    return letter;
 }
 
 // ---- the expressions, as their authors wrote them (llama.cpp: src/llama-vocab.cpp and the models'
@@ -4430,8 +4429,7 @@ static const Pretok pretok[] = {
      {RE_ENDINGS "|" RE_WORDS("%N") "[\r\n]*|%s*[\r\n]" RE_SPACES}},
     {"exaone-moe", 0,
      {RE_ENDINGS "|[^\r\n%L%N]?(?:%L%M*(?: %L%M*)*)+|%N" RE_MARKS "[\r\n/]?|%s*[\r\n]" RE_SPACES}},
-    {"tekken", PRE_WHOLE | PRE_BOS,
-     {RE_CASED("%o%M", "", "%N") "[\r\n/]*" RE_LINES}},
+    {"tekken", PRE_WHOLE | PRE_BOS, {RE_CASED("%o%M", "", "%N") "[\r\n/]*" RE_LINES}},
     {"gpt-4o llama4 kanana2 talkie minimax-m2 granite-embed-multi-97m", PRE_WHOLE,
      {RE_GPT4O("%N{1,3}")}},
     {"tiny_aya cohere2moe", 0, {RE_THREES("[%L%M%N_]"), RE_GPT4O("%N{1,3}")}},
@@ -4449,8 +4447,7 @@ static const Pretok pretok[] = {
       "%s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
       "(?<!%s)%s+(?![%s%S])", RE_CJK, "%N+"}},
     {"deepseek-coder", 0, {"[\r\n]", "%s?%L+", "%s?%P+", RE_CJK, "%N"}},
-    {"deepseek-v3 hunyuan-dense joyai-llm hy_v4", 0,
-     {"%N{1,3}", RE_KANA, RE_DEEPSEEK RE_TAIL}},
+    {"deepseek-v3 hunyuan-dense joyai-llm hy_v4", 0, {"%N{1,3}", RE_KANA, RE_DEEPSEEK RE_TAIL}},
     {"spark2_5", 0, {"%N{1,3}", RE_KANA, RE_DEEPSEEK "|[\r\n]" RE_SPACES, "%N"}},
     {"afmoe", 0,
      {RE_THREES("%N"), "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff"
@@ -4519,8 +4516,6 @@ static bool span_at(Span s, size_t i, Span part) { // does part stand at byte i 
     return part.n <= s.n - i && s.p[i] == *part.p && !memcmp(s.p + i, part.p, part.n);
 }
 
-static Span tok_space(const Vocab *v) { return v->bin ? SPAN(" ") : SPAN(TOK_BAR); }
-
 // ---- building one
 static void vocab_new(Vocab *v, int size, bool scores) {
     v->size = size;
@@ -4550,12 +4545,11 @@ static void vocab_index(Vocab *v) {
 // What encoding asks before it looks a text up: could a special token begin with these two bytes,
 // could a token join this byte to a space after it?
 static void vocab_hints(Vocab *v) {
-    Span space = tok_space(v);
     v->longest = xalloc(1 << 16, 1);
     for (int id = 0; id < v->size; id++) {
         Span s = v->text[id];
         for (size_t i = 1; v->kind == VOCAB_SPM && i < s.n; i++)
-            if (span_at(s, i, space)) v->glue[(uint8_t)s.p[i - 1]] = true;
+            if (span_at(s, i, v->space)) v->glue[(uint8_t)s.p[i - 1]] = true;
         int type = v->type[id];
         bool special = type == TYPE_CONTROL || type == TYPE_UNKNOWN || type == TYPE_USER;
         if (!special || !s.n || s.n > UINT8_MAX) continue;
@@ -4606,10 +4600,9 @@ static void vocab_read_merges(Vocab *v, Reader r, uint64_t n) {
 // the order of the merges then, only pieces of spaces come last (verified with three vocabularies).
 static void vocab_repair_scores(Vocab *v) {
     float low = INFINITY, high = -INFINITY;
-    for (int id = 0; id < v->size; id++) {
-        float score = v->score[id];
-        if (v->type[id] == TYPE_NORMAL) low = MIN(low, score), high = MAX(high, score);
-    }
+    for (int id = 0; id < v->size; id++)
+        if (v->type[id] == TYPE_NORMAL)
+            low = MIN(low, v->score[id]), high = MAX(high, v->score[id]);
     for (int id = 0; id < v->size && low == high; id++) {
         Span s = v->text[id];
         size_t i = 0;
@@ -4634,7 +4627,6 @@ static void vocab_control(Vocab *v, int id, bool stop) { // does it end a reply 
     if (id >= 0) v->type[id] = TYPE_CONTROL, v->stop[id] |= stop;
 }
 
-// Special ids by key and by text.
 static void vocab_specials(Vocab *v, const Gguf *g, Str *warnings) {
     static const char *const names[] = {"unknown", "bos", "eos", "eot", "eom", "fim_pad", "fim_rep",
                                         "fim_sep"};
@@ -4667,7 +4659,7 @@ static void vocab_from_gguf(Vocab *v, const Gguf *g, Str *warnings) {
     uint64_t n_merges = gguf_array(g, "tokenizer.ggml.merges", GGUF_STRING, &merges);
     uint64_t n_scores = gguf_array(g, "tokenizer.ggml.scores", GGUF_F32, &scores);
     uint64_t n_types = gguf_array(g, "tokenizer.ggml.token_type", GGUF_I32, &types);
-    *v = (Vocab){.bos = NO_TOKEN, .eos = NO_TOKEN, .unk = NO_TOKEN};
+    *v = (Vocab){.bos = NO_TOKEN, .eos = NO_TOKEN, .unk = NO_TOKEN, .space = SPAN(TOK_BAR)};
     if (span_is(model, "no_vocab") || span_is(model, "none") || (!model.n && !n)) return;
     bool spm = span_is(model, "llama"), gemma4 = span_is(model, "gemma4");
     if (!spm && !gemma4 && !span_is(model, "gpt2"))
@@ -4710,7 +4702,7 @@ static void vocab_from_gguf(Vocab *v, const Gguf *g, Str *warnings) {
 // there are is for the model to say. Ids 1 and 2 are BOS and EOS, whatever their texts; these have
 // newlines around them for display, which tok_piece puts back.
 static void vocab_from_bin(Vocab *v, Reader *r, int vocab_size) {
-    *v = (Vocab){.kind = VOCAB_SPM, .bin = true, .add_bos = vocab_size > 1, .space_prefix = true};
+    *v = (Vocab){.kind = VOCAB_SPM, .bin = true, .space = SPAN(" "), .space_prefix = true};
     vocab_new(v, vocab_size, true);
     uint64_t longest = rd_uint(r, 4), n = 0;
     for (; !r->error && r->at < r->size; n++) {
@@ -4730,6 +4722,7 @@ static void vocab_from_bin(Vocab *v, Reader *r, int vocab_size) {
     vocab_index(v);
     vocab_hints(v);
     v->unk = 0, v->bos = vocab_size > 1 ? 1 : NO_TOKEN, v->eos = vocab_size > 2 ? 2 : NO_TOKEN;
+    v->add_bos = v->bos >= 0;
     vocab_control(v, v->eos, true);
 }
 
@@ -4820,10 +4813,9 @@ static void tok_word(Encoder *e, Span word) {
 // no token could join to what stands before it: small heaps, and words that `whole` knows.
 static void tok_spaced(Encoder *e, Span raw) {
     const Vocab *v = e->v;
-    Span space = tok_space(v);
     Str *word = &e->text;
     word->n = 0;
-    if (v->space_prefix) str_add(word, space.p, space.n);
+    if (v->space_prefix) str_add(word, v->space.p, v->space.n);
     for (size_t i = 0; i < raw.n; i++) {
         bool bar = span_at(raw, i, SPAN(TOK_BAR)); // a space for SentencePiece
         if (!bar && raw.p[i] != ' ') {
@@ -4832,7 +4824,7 @@ static void tok_spaced(Encoder *e, Span raw) {
         }
         if (word->n && !v->glue[(uint8_t)word->p[word->n - 1]])
             tok_word(e, str_span(word)), word->n = 0;
-        str_add(word, space.p, space.n), i += bar ? 2 : 0;
+        str_add(word, v->space.p, v->space.n), i += bar ? 2 : 0;
     }
     tok_word(e, str_span(word));
 }
@@ -4842,19 +4834,17 @@ static void tok_words(Encoder *e, Span raw) {
     const Vocab *v = e->v;
     Str composed = {0};
     if (v->pre->flags & PRE_NFC) raw = text_compose(v->uni, raw, &composed);
-    Letter *letter = xalloc(raw.n, sizeof *letter);
-    uint8_t *cut = xalloc(raw.n + 1, 1);
-    int n = letters_from(letter, v->uni, raw);
-    re_cut(v->pre->patterns, letter, n, cut);
+    int n;
+    Letter *letter = letters_cut(v->uni, raw, v->pre->patterns, &n);
     for (int i = 0; i < n;) {
         const char *p = raw.p;
-        do raw.p += letter[i++].bytes;
-        while (i < n && !cut[i]);
+        do raw.p += letter[i].bytes;
+        while (!letter[++i].cut);
         e->text.n = 0;
         for (; p < raw.p; p++) utf8_put(&e->text, byte_to_code((uint8_t)*p));
-        tok_word(e, (Span){e->text.p, e->text.n});
+        tok_word(e, str_span(&e->text));
     }
-    free(letter), free(cut), str_free(&composed);
+    free(letter), str_free(&composed);
 }
 
 // ---- encoding
@@ -4903,14 +4893,14 @@ static void tok_encode(const Vocab *v, Span text, const uint8_t *typed, int flag
 // after BOS, the space that encoding put in front of the text is taken away again.
 static void tok_piece(const Vocab *v, int id, int prev, Str *out) {
     if (id < 0 || id >= v->size) return; // rows that pad the embedding
-    Span s = v->text[id], space = tok_space(v);
+    Span s = v->text[id];
     int type = v->type[id];
     bool around = v->bin && type == TYPE_CONTROL, first = prev < 0 || prev == v->bos;
     if (type != TYPE_NORMAL && type != TYPE_USER && type != TYPE_BYTE && !v->bin) return;
     if (type == TYPE_BYTE) str_add(out, &(char){(char)strtol(s.p + 3, NULL, 16)}, 1), s.n = 0;
     if (around) str_add(out, "\n", 1);
-    if (v->space_prefix && first && type == TYPE_NORMAL && s.n && span_at(s, 0, space))
-        s.p += space.n, s.n -= space.n;
+    if (v->space_prefix && first && type == TYPE_NORMAL && s.n && span_at(s, 0, v->space))
+        s.p += v->space.n, s.n -= v->space.n;
     for (uint32_t code; s.n;) {
         size_t n = (size_t)utf8_next(s.p, s.n, &code);
         int byte = v->kind == VOCAB_BPE ? code_to_byte(code) : code == 0x2581 ? ' ' : -1;
