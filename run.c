@@ -4040,92 +4040,90 @@ typedef struct Unicode {
 
 // All of it as small numbers, packed by a range coder: tests/unicode.py wrote it, says the order.
 static const char uni_table[] =
-"Uzm7knljMBKnIRS@HB~gZhznNAVoK#Nbt[o1`n=j6:.IKyj~30w5r=__&1qUyzCT<xgVaS4*nJF.RkAPwq<Zj-2ylE0H1N8_AY"
-"UVcqun.^1YP/Ze=-{.$s(njhIRS#dwtN:{M&=@gNpQ[~9;xW'C9v(jjeH^l~M|f-}ckdh(zVsiS,4I[=;=^x27Z8'}-kt5V~N9"
-"M}6[e-OO;Nl5:-k08|abcS6a9XKDu:/MsqEB{4VrB4,/ZTqiz(coe]mB-J.UECS&r@0|Or.>4<P%SoyuNE:c`6mpMq7_TpEsjO"
-"I}[/$[HT+UO<6tn-8LGg|XV4`5#k&3m3K8X:n^C^hDYI{~{x17sBbzu_2[)8Bb#,^:~p1%(2UfvZXkr^Ui9HBx^L4p)TokP.H/"
-"I,'7]`dO4NL0lt&D,{0Qp3)YfJl3|8z<<UZ^|u6uE]+M&$HGudH4CiO[<`d:lbe2o'w-f=@qkXov6RCi$^tB53XsW0t/yiiyK]"
-"%~iVx+S'|8:kzPCx41S7b@#ax'5vL42|xF@%Peg}=#GK^|UOGd{vP[QJcM@o=D@wP~7e>R[)I#c%290+QUuB);[,}N_'rhu]0<"
-"*zI2-0=SpH)LWS2F[Zc/q''<Zm@svw`@1SIUn7K6DiLU^#q{`M]a|SUZ[/eI~088zXJ8M%MW+/35D.mjwOD3XabpT16himWj@R"
-"uUX+~p',AO((ho=rKS1|t>_%X;[@hp#@9_DDhtD$FY1m4<{{V&x~)Tn*c+I#dRp4>&6<^nb`EZjGtJ$%C9+x;)ywCD,AUu;uAK"
-"YJ$lf{E5uY4HI,45h|o#@V[A+>$GFOUg~J7Dy+~5M*Sn$_]{MRSxB9vp`<F(Y>tRkqu[Mc@F$e2CEZc/<=UvN7<fi,cq`A8sHJ"
-"B-12[n=G-/xVT_wy{$>g+07iPG&Z1m<E7T=j$p5[Xmt-fB,*p<xBxBCeHefv%so40+pYhi0GD;LQ2d.$Ho~(m<5A[L_VeYRX8]"
-"<9tZ'dehY=Dy9mgx$Z^,:EytZ65E03f3vmN{{Q|d#<Z_)+Zbie^Qk}FQu%+9->Z_fL>f`oP=fn8F(&kk8qfUywrl`:pI(UeUI_"
-"l&}x.@j&1KY;p}3sp39lddp{6qY~z0Swx3Y6xVknDK^DK+skUiowXS|(zLz#SewXXx8ysX^p}$ip.n7yO_-[ARR7^Ruahd-99u"
-"U.V],EC.vtaR}EL1RMU_uWLD;-vNP~i@m&9xhsgnH8cWRb<+F[qbfk),8_`JJvU_'HEZ;EjM2nbe@snh|BX5_&hBQOz=pN5-ew"
-"aM&|K10#]~>D{vdBa>@b_>3w0dD/LNESVN_'oI.K^;~'aXLx9,;qh],uC|])5&OFP,%[#|Ytl%>[#k'HX=o|$%Rnsh24ya)#)W"
-"Be)g#gGTV35a:XyDi9VDga/rblSB^~L,%U((3]&q/{O:^F4OBt<N3^^mGy/o[t$+j'zue%e*~7[h>b7+W_{L4B)L{a-1K.9+yU"
-"iQ]9819@Ek47w)'pFD<H.5d)[IlU&O9;Xb17:yXq`:{i%G$Nj;1iV(t-3wMJD]S7v2{4Nc>|~0{l5`jQ)Y/:e;z.13W'A]r>}+"
-"ib5C;%`jjO#01>0WfhoA7Vr-Pq}SIs(n@uw)u2],XO'*w|X{|a6+_7n=W1C65K7+{wJV;RejFMlUj>UzSGZVpZp`M_qE-*AkSF"
-">{B`g[/_xX-/6JPIX-^<gW5$@eLwGZtSt11xrZkmO`8wX]bu4@~K`:p$<Uv%(,~i~kWWx>-='z#eyZHoc|r$nahK@4cxvok-zi"
-"1R{G*Z}]H+3kxb_0+Tz+&GAUx#rnDCD$&<hk@W*hd84xFY|{inC]+x02pKY$XOK/;F[8G=+*u~:#88GOA0PNV;*A@6ht2U|uQ%"
-"#3wZ.|Gt7TjN0akX4(lcNYi{OkwsM31j#(;FzwOhY%@QV4BoN3K}J{#s#/;]TLhM=N6LLe}p|2pl&~hM`.1winWK*6%xqQsA|c"
-"2q#lq2Q@[dC%.ihl~fDPTqBtKsWQgVb8cB>9iLSyz<PthuFc8[E5;lT9K2TESa2]h0Ew2|.MwY~{[k1H*X(+swBE.64]b#paT>"
-"X^:De>ww)[NRKLGv|U_:&qfFMbqfBJV8zBf(tVfGe>h9%{{O~4U6d}3dlT;0F=/UNA>D>Am+8I@/rRi+@Fd%CAe=Xnrk%n[7AS"
-"XCy.$GNt1V_k#0%pPT>~CW=UYw3*#D:Dz[qZaimozyik2.yZnEzAEh.vnhKlD-t}+Hh`m8=>;dD+$,ez<dg/#DUx5iz+@AyH|`"
-"}CdIybNun,Q*@%AgFbfnHrsi{}pes<Ei&~9sY9T#0isdXN477eC98lwDymU}obX(uok_#9s]E]9*%u&u9F35kcZi'H#dl(#UD."
-"`#_5@$6by;d>#$>Q)CT_#umWjy}r:EeY9w~@U=6OeKg$B6Z[r2F^r9{AEK^+^FLg}>E{c[y;yyMsL2'4C4xw'e9#H0cafl#+7y"
-":A]8}6g+}3HReH%5L/WW]gHVdpt#SUEAkMv0uR:3VGI*lqvE8oRL``hvv:P.0}DrmsHLtSHB&Vp}Kv%vEUJTCB9P(RHoy)*[wO"
-"x6kO:Q9j^}p}/T%jTB3GnLC1s3@Pt~*h3D7MUSeBibaAaEXfjSA3k:,>v]@dHmVL$_LCa`T2O~76m<]dGIb0~4LUXBN@Y]n*hi"
-"3WKdRGD4z5%8=kxhG9'~Jhjp;Jr-t+*IH-YInQw`n=5cp*y.D>::tGw1JopIoAogX1rp#25L`y`e1.JDX)Xe299&6.G}]B)v:{"
-"sL:lQO>T2e)MozT*r`K`=OvLJidXt<;3f+4b&Op72n((yxWn4y4#U)Gh*|rv-u=ea$ypk8IW=XfVO1L~zS3qEU4ny1D|G_Zqn|"
-",I5,NImyg;6#tN}+akz*kho:E}t=QleD>*{O$U)nrzdUeP6c_]]>P81%EmMZvk4peE'ty)I^$<#XSTvaKb2,m&2sJ2obJwL-V*"
-"VlE.F;ca+WZ$ikY_U4;{0F1O0v9*<W$~ORJ{O*}n{&SwKiy]5){}*ZD<rVTU>>$ouf%SN<;&g61QzUks^v##a){<9:08<}X>tG"
-"$;I_PhQey3=,IE8P}+vd$UOs40%gI<;daj;Q.:80-98aATI<^8^#tyEO(Cb=XB4@cnos$Jl7my.A}F2oh^zcrT>`MOVwm^W;sA"
-"ic0PW$bt+R~C+O.*-v9I2iHX1k.hGYJ5FEjXR0%D'a:<7IjF#.4%etv@wQ@&h+M{ERwiFKjP}^80@YpGE<$7]I^*35(QH-@dPe"
-"%WSwuT&A|j3}a:58%L%}Os+aP@#|vqSK'>FM0-xDz3wQ#m%^tVD`0B8NWR$Dn%fFJFGl.99$qWIMS9T&jdr(ZhX#1nxM=V$y9;"
-"qR4w%f(jFl_z;l}FI2+8@1hNSH1J]jhE|-IB%;Qj5-M=/jC@q|&Gk{~)+tXq=p~tU]#h<iHg,rZ*W83D^ZSx0EJ+#C(,AAl;_s"
-"Wr5)Tb+QFNov4#CCDb->:;%D,[}onj(PA_:kWv}qKajYMdz_]L6$n.gm|<8*`gvx#$lpf{SfD8fv(pxrefSa+DcqY)ZVHrt+Ic"
-"~={'f]BYn>$i)o~AT%iHYeX2o2[VtL5>}Za]_P+$X8NZRXZF#m}DX,e`5B-'40bJg]1j4FlDZ&HF^Q4eUEEa9cgg8aul{b>KY5"
-"X^D+OesR1v@UciLg(.9z-)BUD#Y'cZ_{}S@84aCvO0;kL'M'x5+XQ5m9jPfB|g+D26wRn.lzM@`T-(#Y*_n%)qS[.4@.@Itt$M"
-"L*>+@`<*|}-'02IgTZQF5Gn{H>dEfsfk4v.UC[#)%fi8h}GVmwSr{mTDhioC~C7QJ3KHO$hQQT8f]3hLgg9QHAT0KLb;v~=TYh"
-")+^vRF:auie#bHmaMkb4)~|XEe<o:J'_39qz=,g[ZWp[psIFmWu+bpHyIR~gkS]|j#<fX3hx>Bn|N_zNI[0)yzrz^$a$n7nFwg"
-":V[@Qnda;8#K**m(#&^&V^uC$atc.#$ogCtXz.mZB1)0L.E'_6`C4SJ`/B~i1YPn_g%47rQ3/x2RShAC5M#5`<j<8#%GDC0&]&"
-"6M[jo36RG5,Q5DRbB}gDyMUEDzS*IQwAc<sc;<9~U,/6oF^IoV]ItVdl3#1&5J}}onk5/$SW5|hzPD,~g0`v7pC>[YnrWK5pTg"
-"w+l/D%dBaJ7L]s(91Z+*HWI5;B#bo5<nTM<8p:T/3fJQ[L:*ssHU($0PynwIgY_qS~O.w})pm'}$.&4-|P=.Q{,TI-GLxs9GJT"
-"}il+s>1WL4GTz$$TCjkHa<fD#L#4s+nh.Sg5*>v}B|X@hEYTdNp#G<1BPV}Kv.%-I8EPJkcn)-QFC/9It2n]X47[>7Oa7P~R`G"
-"HuL'P7d/f,pK^lZY*T'NO>vDJYT'_1[KM0{M6k#LpefLF[WqP(y|nPmnVpX<SG^q`DBGNt9]BfL3|Aq~TEbrD${8oSuAJ)C;NY"
-"k#@6EoP4;>gkD_svs2:ZgJ0R[8^9)IhNt7TvY0y0c/ntow4W)C5`)tYw7*7Z*6g2D*QU^}*T=V<iyfMZG^7X-~3Fu_u0xFivD4"
-"7t&,@goWKQSuXO&=zi19eBQAtCbgD8A-thx[[XI+NH2aUsOaM)51T%P>9<OY=6;et4${wje}P@_X7fmnh_Kmb]u1WnpzjthmpD"
-"lLzu$1`i(=8UWc>aGEUs]~&IC25riB8dvIHSyip>1pTOchqo~iyYF7]tBE)F0_HAf0E^%)XbTr%5>Poa-1CQj_km99om5C[;Kn"
-"c~lDgc~|O9&6TqvOH-xti=TQrxwm{++`%g#4F3Y%rnSJcQnh:lyx5_>u-WZgcf^[&v6=GbHkzR[hQ'*eB)0&OvqXV#xy$3EX_,"
-"K&@q[Nkb|4-^OIYuD'T@ovd#AQ//J,hQ%#W9$47;CH#)9M:Z%%'sfxEh`Q$'Z3$<lYsRWg%eF.}_hj=#8ARy&x*R%#-s:ryjUs"
-"F&v:~Vvbxyn0:Vmz/$/[S`^mF4B-l[BcfsSS2dC%#&[`5SH+rv9Y&l-^LWO*x-IJ*fX`5o|+y_'00,87Unh:]*/$Zdo)O&DY=["
-"5XI=`pj]lVu(c',@Mjm'dR`3@tJUwvgjrF4Y:T9zEL<G@8#wN{7Lel9nx}e644=DP_V'2fc/9=Fzr+)vl*Y-&CS1`MVc8nBV4-"
-")b@[lVn6e-G[kaG=u%)HlA=dMQT@KuwoE*Z*q5NJR6}Aw|Ka}9##TRGA(zFXoR>xt[w&5Ae$@:Ima-$Pn8WS60'dcJT-;ZF`o~"
-"#*4xCcF+MZj8JRQ]mS2K#z:ta)[zu|RE'X,Yf*e/>yt_K_`Gx@&JT8xoTP4'L`#LZ6GMp&AYg#*C>$1Ttof:sR)QnVOT2*rHcX"
-"##&o}MBNbaMy=.bU82e.(Llm,%nX+jQ/X$nb7DA6a#r=p;CTSNrvdSe`x^)2Ck2=hexJtI%:772)quxE3+AP2X;'Mqfw(/FHq^"
-"-ZdVga.JRj+[S0}:@VLQq3Zy43'y={]+pj6cA]]UD5'0AMFW+5#2[Ehw`w3,bKFiM/@.j_M&]9R,jVRvvs2w6,kML$~zofb<KZ"
-"~^=8m)QX:zik%Usl7HgdMcE7=]Bt&GJFN$0r1=B6dElnq{@N/u&h[W{3C2rL#*.9#|ZsVVhDHPUs[N%CvsJ7]^6iE|9`&l]V4M"
-"@^r[V=+T_HFbw{;Vef&j(`Z_fYZw.%$iU%XbQ7W[qH=Ip9E$b~4L*>EXJy|-H=F_lV%l]i>07H<y1]aY):Q-@ezl9Zk9w4ON*:"
-"-=`^X3=#co=RkCI_T1O9gWq7IeZ9/M6owo#CjM@tA)aB|]bOp$O#s*1=7Qz_,WS@0R,TI&N%FpN-B]6aiCpYK;${P7P=.n|z7e"
-"#+b2oLff$QQ'fnmh2ojv8i6`A<k9:Ao*,VmjmwOVqKxRRAR$oL+bNd}9Y1I2lS6<u3i#|%g,I3r>=P2Oz6I*0rA='7dI2]~dIy"
-"n`N=f}m9jF|D6IliN5*,xO{SVP;,)XgA3]c&v[/q$R[4J2|VVHSO$1baF:i{U)`XoSwHqe3K#fajOJwO=-^n#0IV9hMgZ49F(7"
-"nqT+UExL)O31)|7Ae`GdOOPdZ-TU'bVml{s:KjolbUHOr@k>[sq;;3)(id3NN[[<[8)urQG}78IXlz0nZ@zB/WOy-/hgx1Y/}J"
-"tcYRVIhFT/}x>ySMps{(B9B<{eJM7]$}DwPq}~wyY3zo@P~[z.v0+K[Pl#F>2zQ>hPzrB*ZkjwNSqAI|+rRrNyGXv$`x^<D@=N"
-"h4n+n29)}*0C.:5[1=i>8]iu)&5>TcU})GOM7p3bI7x`xka-q)E}yhHTMy6Xp,2:s8jpg@W7T}2`9u70O#{;iqb(D-#V_KH&1f"
-"#INhd3Me5RY<Ny,Wu<J^He70TB;2wl[id8<)AFDL+uy['7l}-3y0(3nK7,>f0po@iX>zARBnog4H,ysc]zwh@;q>k$Y)0#RJlv"
-"yH,Iz~_^rj8HAO'(Q/SyGFBlUG{TI&n$PxY5b}CLhPZ_]B88(N{^8@;t0}@}KwePnL,RdGF/-,&h%Yi>zHN:aNu`xYdhupGR>~"
-"aNeZnL|ox#OO}D7N&Ay[tNP`2UW&#Y3={/U{6H.I|xE*ALvjM>ST)hIsmkc72OzhI9,HSKU^t;Fa.RlOz,byQDasYk='v2ewYr"
-"e4y}bo%v_I/lAWX+EBCL'qJ]}Z*IFmx``P&3)/Zvu-351fIE}`7>EF.UNp}PTX)=Z;6Qs=F.T,tIQ>fjp'D*A%Z`t_$At#uP/="
-"Prl5PAv..SuUptnD`_diSuu5WJ(VTs^Cw||cb{.9B>|WQWmgDg8_P>/Sa+Q4AabF0-l6v3ji5dKR'lycs|G3NA=.v2XHq%exgz"
-"l&m%x$h5o=*oa{H+7k_UNBlE52{=%%sa:n<>_GIXxGVdG)_4,cldw|&CP-K7$4XlP`#R[0`o&A<_bW4UQ[m+}b$QRFqeVHn]9|"
-"N`;cD%}8C_&rad)`(A}}LTmuXeFV{]j'QV8v`POI=k[9RUU29/hv2uS)E]$i9zKVSy7xYR1CDRC0+O3}IHa,9KoB$m4@e9I-*y"
-"gmy*M`gl2ejP8Z*U-h82zGklLzz^)Z5-Jfh>;RI{/Y$*5cr{(.Z)j1^omyQa3HJ4P,D1oSsb}+7M<F6L*hZ|GYF<M[N@CO1<)8"
-"dywF(KEF5b(U'iu,;[0,>7~nYmBC5VvE2pGP|PP[_FyS%iPU19UMq";
+"UP~{'rj^pK^#0^Oo;Q<xM#.tpv}APt~7yWq9DoS*73iwBv~IJivt0oBm~l0|q#s^aJixQL0[pDyESQ%e0C^XoO)fNYZAk||L_#"
+"i]j.IMSjGU0w8q70H7{5q;@-6:}fqFe{PFUYp%JLO6ngtDjp@8Jvu1|u&.gK''8<nPPA=Ub~o;E:me%Va]hTQ^No>A%EkauDS@"
+"(HS{8*#0-4wkEy_G,bZ!}!Heb`(tBjk_'W9m|08lu:FaikbCKm=0~PW_6Zkv)5Gs.h1]q~Oka[eb}DF_PR=C=FTR91J}D'q9z#"
+"fzda%L<%4nP&e|00ls|2TKO+6dlKd`E%+tZiLF0V=+161bmDV1F5,^-w>%2SF-X[!.>q9Al{'Z=ZFF)EyNXATA,.ogYNzm$HL-"
+"H>7KezuSt:B).Vq/w+}rtNq/Z[rtP')]$.t6MQqOz+&XZj<v_8Q`BXo){x8!|b|43Sc99{O>KsxGM<<OviNoaQCo6UwZ:idO}^"
+"%T8bL|p@CU7)h%Zg<Yf8e2z[(Z=n!h:ZXCjvZp{+gC|Ka&sy4N9aJ4Z5>},M[~-Kyy=KTLNCP^eW<*bI--j:nC$lyR}RK0aVt/"
+"a+AaS)nI5PEEw,i8U8<n1$W19^Zq%+OZ1%rfGiwC@Y&5>&Iu.RN,@2goNYEojp>#cIM,4TX{9EauRn<(x9(x,WTN+SJ7'a-&Y:"
+"NdE1iM%)MAg`e#>L3hE,|T`q&~hl)qJi=t)e=D,HH4IJbSF$2^,P&-V*i>rk!/cHo8*{e^JBx'dqBYPEzB-}e-A%V4iu{TAq.f"
+"]N>wx.U`ACxsOM%R=Q)n@Xi/d)Ph&f.r}$Mq|RbGtTO@-0b|xi7Ba3IVoz39$V&P*Qq$&{XVJzpe!iFk^wJ'2R[7D8A$MMR9f0"
+"b2}0jJ*R.`91VAah_Jk8_ezP'V1u.!|bs'tjsMW;ZDAijK3Y-]Io91U;;=Hn$DL9=!Tt^O>2m^yM,|b$+R/J#q&8[nK>o-=69Q"
+"!(q8RVva~iDT*na%b['Pw)}U9i.OpG6p$mr)0OPo/,:bC$O)[69~9s54=&E2bj<^f3^pjuW6e.X`V00%gtt#0.$ck8Qwa!p9]f"
+"VfY,NjE!5al`n6xEkk%qtPtA`pxbHIO]c`Wh6ag-:)LWzMpN19D;t%Eto#0Cgv1kg.fdLURW|L(:[in3qB:u|C/LpYr/)Eu8H,"
+"G=bj;mz>9E#oXZmns%z~7Hn&r2>X9-S0O'u{aR<{9!-/dCR}1#1kaA$lF+xKK}F#kwV!eeleUY`uWq%dDYA^0j::tX9u[j[l_q"
+"BGm*V5j4xPNZ,/sJBg'U#}elu*7D.ky(|.`/4$Epgi&)x;Q(7u'SyhR{7{!(ko~IdlI9^.MU)h<En-2lwV]G1qoudd/rZM}RKN"
+"/Uy8F3aPXtiJbJzQ:GK4(!oA-+a>K]6+UM[Zl37]~]0,;Msiy<=<.Hfn[$W>2AqkmP3#JXHrGdng%(^hm4dMJUhRG)X89j*eFP"
+"*rAGBmbBKSQy;;`YX;Be#Z[cwPwEjX$d*IbIMW':%ZgJhHL0gjc2uFkAvLsO*m0#D'dt-Os6^GUtrQ[zueoX+<QJ$1,Zj!X,j2"
+"w-mDd5T*38rldP08EC9O$D7<yQ9N,eXzozO}g_|6yoCz!0Ou{1C=`dmQmZdhIV1M6yheEXA[WdtZ`n[~=)4FeY:|V.j=&QiF/7"
+"'6sFKEAor+GVqBGW@`h*!]bxpQnHK4bFXq%QVb|*{/&Ri*6z,qP1Q;o7bicELToe|*ilr|iAOgjC%c%#Y,u/tiBT2A3(zlp9>l"
+"VEq{bF&<_P}$U*|;i0[k4Sw)5uAY|;L!w_qO6Ckh<~L'Q$5}z$xP6MkmPU)jP#/hrHKJSU,h]VOGTK^Tub:Wn{FV`F$-(PlfEv"
+"V[;'RQh`Qbt]9D<ycv0Uz=<}'}k[1=4gjSFILb%}+_hD-Ap'<e{Sy|NiLQdg;+~`~Fwki.3{Ia!v_OWY.9F}Rf$p;i8tAHE>9V"
+"3_Mwo$mNhoAa)td`WGvJ<tvqa<du*EMlR^[;hag[rTGXSKdgE#0joh(mVBjx_i`'/KK^,Z[u_R.0%K|Ws#S4<!qa,T$_xONHUF"
+"}-}'Rv31g8i>7C-@VK&kX+>@|W|=~1D>%KS=>hd!<}Q6Z!L>9%w{d2wj/5U6[gmq1}n#yOSohtvEnx1R-(Kvz6vzq]R'{K.cE<"
+"n##o&y.{q1't)1PtzY(dx,hG{50:fY6@ieu6k/ZnqZlq[H;IF&cZVAg/ikNP@iX]LB8tJx|)iaC@ycFlNe8a7HFHRdpnNtUw>Z"
+"E_#'H>1U)@^{NaZ)ZWqv$nbUawhOc%w;@6MYO,_WOF>LZ:gKSU.ja@w&:Iey6vz}cc3,VX}N|on&/Djh.5,h^xCqeo3j-p3=jS"
+"ek]IWmsx^:_!q0d<:L;:iwf;BN~zwOG!Ccok^(UgoXIQN/n(ySOpS+>fjY#s=]}Jz,QT!jZhT1rD;Q*!l'xFWL/6'i7Gj2DTkQ"
+"RGgiCo[,y!t:>taNM`n_Uk+aXl6T'oZ{^EkgZM{,#y8k/@WSA62$|ct96UjEPcd&,<@t{mL4Gyli178Lv){2TN/JlyUYbf%_M#"
+".VN9@PJ[8e]3,l']!/Z;)k=!GEFlV0IN+Xn$;`Pg_GAVk/5{jpO!&}W:V'}EdWu9%cSKkai;'J68qzl[CBoqX5|A<qSw(lF0s>"
+"BB2Ik/n~N%9okMT1Wyb@Ks8Jl6ILRB`$,85rYC'Jwf.8>0)Ke-PF|p2F7n'KN;wL9ar/UQjYATZ=%3&>}ahKksf_,s7XH1+9To"
+"~p@/)[$qqN29%n.FqYPrUE7NGk>ZpB,)Ce-L@WYKe>oBxR4=.==Vnz5Qz+Y:UdL|nU4r`w_ka0>l9zPD88<xW5>RJ}a<5W6XzF"
+"lLYP`u<4PHh->/*>qq/Bl!c2t+*s@l.Hn#dl_]<u1RpR-1'!kp4>ti{.e|&1MLX~'+/]H}:<*$O;_zRUy:h<{ncI>.c5]d/W:*"
+"x,ybguG[~*j/CVPV/)60N|i)LA3AnI*^@>a{0}4G-U;wms&@m.!dcoP&l7{nw0Qb*Xt1#,:&OH+l06~<<<~lSEN`r'~Qz4M;dO"
+"g/gU2o=KI.X<QlVHS/=oqZC-/LI`:}>^.6<iHvP*aBr-$L&n.>f4JGpI=9+PWxFMBQ,J;KjI%~o00JEw`Ou:PehH.0,51s[!82"
+"!8jH&]OW@d:vBQH~2q|m1_X(kUTebGoEPg/vAx{A-0JWD|[*q8P<(/}_p~9$aNf0eWhXzF0_-6d&UdPlE=[AN%Ww(H&z1Z<%o4"
+"xap8>cKRwZ^Q$9p|56YgORROg.bV0e>]$O}{4R8/!96kD2h&}h8ldm}zAWq{r8{x,M%j;I^E2IAlx[.(Yw|g06CaewWZko/OGO"
+"w%9vNu!!l=iWn#lS)i8+X(1>]l*K_;~O`fKDIFZ1Bg<LoExZrFk+dy7UN+`4;tZ[L~GOxlv-!fghVr=wJnB^6*$fgRTUa}jeYe"
+"m'Aq70%JQ[HpurbXukk,;@L`YYJGc=lNn(HrU)t(T{0|[>2}gKw&~qPf`Us(:Nyh'yRf;^aDnDnwrz3`Q;+/q3ZZrZ*v5oDN2t"
+"d>!_S:fjgkyaDK#WbpJl(`v#S4(u!m'0+87apw%Fvg&-ZeRs<9<RBU~A;KA4CMbI;X_:29_VApGM1XYc`RZI6FfBeJ%Vek`T`l"
+"}'hW+.1U8j7MFFdk8&]YmG_N!S+(BHx2~E_;KDV7GToXZ,V]93*X~<}D)Rr{Rv5f2J*`+:1lgf`u$eJM6S@I8ratffdwXj/k@a"
+"u>GQqbP}fkD,0Diq;PefXT4bs.G&ZCd$jab+Y$`N>|*+iX`6]E$y}/18Lg~nTi8j_9RalC^D^Prwx6(^*|!S^V^va+YAamdZ$d"
+"ZQPn!1fuRXC&Gc!}6s-$fFJ=}+3,F8;x7ZVyLO'Wk5pl,Nmz;-Yxy+RXKg;8#3i5/0^4O+kAA=`7mDQ]AuxyHj.-^qtey@RXtc"
+"lNMfw`AoS)d+'#DPEPw`qayb^98=hxz]ilC}_`pJ{'1TS&/IdJ,raak4e_PiQ6=5dLkV`C5j9j(m|4ARD'kEulMGG8!drYtM^)"
+"{e$ErviQ,@hHOGNMeN`N8,HimRbJS$Xve6FZB9_mHP+l-1$.grM<^|6BY8bV|p<_):|B22=Z.006JJruV!0~_>x3^4n`czXE_U"
+"9b/OoTlX`01Vr:W&SR=0{fji>@Ur5pZe;kWoG=]L=AG2I-|K/AR~hKP&Z;je2f]%Rq>hy-_I4&/RZq`P(5t}AwDNmPOR:$>9G/"
+"gh*F0cRq%YKa5lITa=CB-fywy_#:m3i%Jo8~XEktQURP|~H_4Iw0!Vat2*'tBwnp6A|MU1&%~]/|BU-!%<$pO8n7GfE>iC9r8z"
+"MG^j,*@B!LKw=ykt7vsMb{AMLb#%Qyf<sENN6I[vtrBT<Z)v<=bI>|+[|k}vHO@{5afl4tW=mOsEX9Dp*Sv{>(%<pN6K}bSDU>"
+",bet6bT;'JgF`pbWQwHL~/)vgu=J]wl9.H{|Co`*Kh+s1*`*f]mF4HrMRy%RV.+*aAJ(XzSu%q-;5WV;8f*qT[,lh~Z.QcC(g|"
+"Kq5*@f<}iU/b/e6b!Cwm{'d+rPkz+kVLvp:N1$NS,28Jw~4V*@M5Ea_{[!:f84=)fnJea+yL`%)skj`QLQ$U248d32K<aEB1NI"
+"V^8m8fAW:YlF;|%rgPaK[yzJ@@*&)dC2mZ0%jk*h2*sQc|PDb0J%8OQ_kKH5Bcy5<43DE|{Pb3GMUIZgIJ>5$0|5QfgXi7=)~<"
+"{:]TJ-nLUs&hs8@OATZ6yw:MqE:zVMGoS)8iZh!^vv50'v^_+HKD6(^mZ7!T+gkLrK#T&'2WoZ=%g]+6+C0Wc>9hrl#xa{k.a!"
+"i<$;~.isxQqD>vHfSMN4*0+N`KS`)[ZA4w;3N&K@3yyVc>i#6C'IjQZMOQX_9_~Ui};|2ro:>p|0NJ!)-3viqkANVfa1Z7q*fw"
+"LZKtfT/#a=s_QZQ)=Ni+'MvS.{Hsrt>GKBLx0_<,;x5DR:nr{T:<<Z-$+5u~;TQ1te~{<]/=q&wiOA-k,=>).dx<bhh]8rycwq"
+"hZ_V@Pm>sW6|wEJ_z[$a{2{J_[DT',ySy+Q*Uv/2=P>JP_m>+tbZh!=g@6AN*mPke&>c,djk|rG:=RhE]Dg{9g*WM%[K<dunu]"
+"AIByn86H2>X%/<)N1EzU6S,WZ=#}Z<5.3dOgSh`x)b$u)D[5$`17vJqAS9NSj;$OpL|~oM$gIeG>6.~n_~>]KJ]x0:6|pdn:g("
+"rv7t)%G;Q<<^JM9R=Jo*Qka3i'w%N6)Io1RTuy9YW[O']4UQKj.pYBW~t_`W>/Y=YW//P%%bg.BY-gI$bg7Kk8{&*iKTyN;}'^"
+")>=1BW*C*1yPILis$Z)r&T)0}g:`TP7#(FV/|J5>~cL85+-6<{}4f3i<y<dRHJxUw{!9``G-[ZI1J77rJmQ2/u3/>f!S1Bu;xI"
+"NA&w'@D}vaDv,Wn+.6y[W`w/`aiL!~F8zklr;Pe#L=LdD^P!9.a-}$N[AFBV/<9M`'ER:#]>+g]>z=EkmX'PMi0p/7Owij0)U4"
+"-d{PO&Biv{Pe-RM{3KG>/qPB:D_f!_`j^rv_4^]YQkqU>UZ^}E(W;tA1Y|/9<C|3=oW72#n1l:7#<chGoxYEcRwdf)wIo;XhF;"
+"tk6RQtyE*X(Piu2injj#E:}W7c)>tByOWqBv1d1Ng+QUC~;0c-={EnD8DKX&qjsK@R/Bo6@L`N]pVp{X,Z}*h8H&j1i5~08`oF"
+"@yh/p'lCg#b~eLuta9nUnRl#VxLTStjM%H]%0&o.]1Q`<FEm~IS7Dbs#>'O!ykvfYL6YOH[nC^UJlG1ve3y{I/(=Ph(}ObIx&w"
+";9+<`';D3@)esO<M{!osUD,_P]],zx8.~.`3i_yQCf*i<O1NZS1HEK[@2;1SgMW<e>+)5#;46jg,Jee@FpvCeZ6t87v8n(:9m%"
+"S&t9sYx~Y*bQyaUCabTpIvdzcH}da[)er;>|d=C#`gu~%8x|8,%{JoUX:62$!=+l}EVahru:cmKYxb,g`gm6C8A|Yl-j^uDy_&"
+"oIsaLWH$i&|Kg$vcUZO5@}-}3BtS^{SXkLbRk~)cs!Qb(a0[p`&V0We'g>6X*[Lr9=Fy/Y+Daj:8aSwi^J7<Q781x_hi2V<$.$"
+"Y<[+_0yd$R3AOJJy.wXe4!6pafL,O<op}!-hOT5Y.O-y^jm*q5X)/laAxR183loQ:2CJ&cFrlzFesXs19;Xr2>^h^}+kT{|5)H"
+"Gbg0E]+$>Gzt^}{()~|O-+<!,|zYEV9:ILO!AeRX}%2tBbUu_*Z={H>7o=9yDJ{zR_i/3:(7eL!.V^b/P|vH3;!_<`~(C*/ln;"
+"~Dy!.uVvJ8*xA09w/BOO-,w[ZY+)'W!q+SA-MK.;+H&lH3kg)h!s~u&!LH2eSuvsCEFlm6V*QA8H#kvC5Owa[RSz>T(d+u(N+I"
+"faC`T>*9fws}~XxW:)DMQ{i.a*]Naxer88zrz`cfuM|=dG^$qi~d:vw<[-ES$HmJ)(5=fW$3_`,t*rT3;Sil5fvf,dP/}Me%ID"
+"`dPj[+T@b(R)w0:qB}.>{CS(LlF2H294GQs#|h,t')q0[Vu.#RyxxP/f%&!3v]=mwUg4`A>JkMw.F&t0RIsHZF6Q[3kSG6i0<3"
+"okUP1alYIV'Rvn!=P6[yu@Zb'_$wogon:a,Pvx4n*yKcPIa8q*sVQ>;XCNyS4V0{x6B@lo)u%stnBD5'D=@nP}bRV4>!Ne:U2N"
+"7FT[^sXNV<$/g.Q2,aC*RIJ%F=hVLTu[oeeU)#MvO[`I>=2JKN.+MX,5DkY|wm*9q1jr+}[)D7;S}|.px:Jx&A@j&x*LGS[;AA"
+"53wKh*gnfJ$.V^(l%u'R6:ky(NGKQDMK{hCPU5eDgp9e#0W7+uD#~@$!}Y|vQ+$Rc+`bmADf<f(|,F`C%RqyX2V3QxUG6RL%BP"
+"eQ^)8B0tW9nHLeQc'0|S'(yBM%E>NH>G1%o)GKppkkMV7Z[sc`DDEwBmAf##knppA[MkcF=Erh{VP]|T3.~'2/T9y!U";
 
 // The decoder. Numbers of one kind are alike, so the chance of each of their bits is learnt from
-// those before it: in 4096ths of a one, less 2048, for [kind][length][bits so far].
+// those before it: in 4096ths of a one, less 2048, for [kind][length][bits so far; late: place].
 typedef struct {
     const char *p;
     uint32_t range, code;               // code < range: where in it the rest of the digits points
-    int16_t chance[441][24][64];
+    int16_t chance[281][24][88];
 } Packed;
 
 static uint32_t packed_bit(Packed *d, int16_t *chance) {
-    for (; d->range < 1 << 24; d->range *= 90) { // 90 digits: # to ~ without ? and backslash
+    for (; d->range < 1 << 24; d->range *= 91) { // 91 digits: ! to ~ without " ? and backslash
         int c = (uint8_t)*d->p++;
-        d->code = d->code * 90 + (uint32_t)(c - '#' - (c > '?') - (c > '\\'));
+        d->code = d->code * 91 + (uint32_t)(c - '!' - (c > '"') - (c > '?') - (c > '\\'));
     }
     int p = 2048 + *chance;
     uint32_t bound = (d->range >> 12) * (uint32_t)p, bit = d->code < bound;
@@ -4138,25 +4136,25 @@ static uint32_t packed_bit(Packed *d, int16_t *chance) {
 static uint32_t packed_number(Packed *d, uint32_t kind) { // n + 1: length in ones, then its bits
     uint32_t n = 1, length = 0;
     while (packed_bit(d, &d->chance[kind][length][0])) length++;
-    for (uint32_t i = 0; i < length; i++)
-        n = 2 * n + packed_bit(d, &d->chance[kind][length][MIN(n, 63)]);
+    for (uint32_t i = length; i-- > 0;)
+        n = 2 * n + packed_bit(d, &d->chance[kind][length][n < 64 ? n : 64 + i]);
     return n - 1;
 }
 
 static void uni_decompositions(Unicode *u, Packed *d) {
     Heap joins = {0};
     uint32_t seconds[UNI_N_SECONDS] = {0, 1, 2, 3}, last[5] = {0}, code = 0, place = 0, apart = 0;
-    for (int i = 4; i < UNI_N_SECONDS; i++) seconds[i] = seconds[i - 1] + packed_number(d, 110);
+    for (int i = 4; i < UNI_N_SECONDS; i++) seconds[i] = seconds[i - 1] + packed_number(d, 20);
     for (int i = 0; i < UNI_N_SPLITS; i++) {
-        code += packed_number(d, 111);
-        place = packed_number(d, 112 + MIN(place, 2));
+        code += packed_number(d, 21);
+        place = packed_number(d, 22 + MIN(place, 2));
         uint32_t second = seconds[place], k = MIN(second, 4), step;
         memmove(seconds + 1, seconds, place * sizeof *seconds);
         seconds[0] = second;
-        step = packed_number(d, 115 + k); // its lowest bit is the sign
+        step = packed_number(d, 27 + k + 5 * MIN(place, 1)); // its lowest bit is the sign
         uint64_t first = last[k] += step & 1 ? ~(step >> 1) : step >> 1;
         bool single = second < 4;
-        if (!single) apart = packed_number(d, 120 + apart);
+        if (!single) apart = packed_number(d, 25 + apart);
         u->split[i] = (uint64_t)code << 42 | first << 21 | (single ? 0 : second);
         if (!single && !apart) heap_push(&joins, first << 42 | (uint64_t)second << 21 | code);
         u->of[code] |= UNI_SPLITS | (single || apart ? UNI_UNSTABLE : 0);
@@ -4170,15 +4168,13 @@ static Unicode *uni_new(void) {
     Unicode *u = xalloc(1, sizeof *u);
     Packed *d = xalloc(1, sizeof *d);
     d->p = uni_table, d->range = 1;
-    for (uint32_t at = 0, end, before = 0, class = 0; at < UNI_COUNT;) {
-        uint32_t next = packed_number(d, 10 * before + class);
-        end = at + packed_number(d, 100 + next) + 1;
-        before = class, class = next;
-        for (; class != UNI_OTHER && at < end; at++) {
-            uint32_t ccc = class == UNI_M ? packed_number(d, 200 + (u->of[at - 1] >> UNI_CCC)) : 0;
+    for (uint32_t at = 0, end, class = UNI_OTHER; at < UNI_COUNT; at = end) {
+        class = packed_number(d, class);
+        end = at + packed_number(d, 10 + class) + 1;
+        for (; class != UNI_OTHER && at < end; at++) { // pages of empty planes are never touched
+            uint32_t ccc = class == UNI_M ? packed_number(d, 40 + (u->of[at - 1] >> UNI_CCC)) : 0;
             u->of[at] = (uint16_t)(class | ccc << UNI_CCC | (ccc ? UNI_UNSTABLE : 0));
         }
-        at = end;                       // the pages of empty planes are never touched
     }
     uni_decompositions(u, d);
     for (uint32_t c = 0x1161; c <= 0x11C2; c++) u->of[c] |= UNI_UNSTABLE; // Hangul: vowels, finals
@@ -4550,8 +4546,7 @@ static void vocab_hints(Vocab *v) {
         Span s = v->text[id];
         for (size_t i = 1; v->kind == VOCAB_SPM && i < s.n; i++)
             if (span_at(s, i, v->space)) v->glue[(uint8_t)s.p[i - 1]] = true;
-        int type = v->type[id];
-        bool special = type == TYPE_CONTROL || type == TYPE_UNKNOWN || type == TYPE_USER;
+        bool special = v->type[id] >= TYPE_UNKNOWN && v->type[id] <= TYPE_USER;
         if (!special || !s.n || s.n > UINT8_MAX) continue;
         int at = (uint8_t)s.p[0] << 8, end = at + 255;
         if (s.n > 1) at = end = at | (uint8_t)s.p[1];
@@ -4774,7 +4769,7 @@ static void tok_add(const Vocab *v, Span s, Ids *out) {
 }
 
 static void tok_merge(Encoder *e, Span word) { // appends the ids of one word
-    e->symbol = grown(e->symbol, &e->cap, word.n, sizeof *e->symbol);
+    e->symbol = grown(e->symbol, &e->cap, word.n + 1, sizeof *e->symbol); // one to write behind
     Symbol *s = e->symbol;
     uint32_t n = (uint32_t)word.n, before = 0, code;
     for (uint32_t i = 0; i < n; i += before) {
@@ -4787,8 +4782,7 @@ static void tok_merge(Encoder *e, Span word) { // appends the ids of one word
         uint32_t i = (uint32_t)key, next = i + s[i].length;
         if (s[i].order != key >> 32) continue; // the symbol is gone or has grown since
         s[i].length += s[next].length, s[next].order = NEVER;
-        next = i + s[i].length;
-        if (next < n) s[next].before = s[i].length;
+        s[i + s[i].length].before = s[i].length;
         tok_pair(e, word, i);
         if (i) tok_pair(e, word, i - s[i].before);
     }
