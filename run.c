@@ -4493,10 +4493,6 @@ static int tok_find_piece(const Vocab *v, Span text) { // only what merging may 
     return type == TYPE_CONTROL || type == TYPE_UNKNOWN || type == TYPE_BYTE ? NO_TOKEN : id;
 }
 
-static int tok_find_text(const Vocab *v, const char *text) {
-    return tok_find(v, (Span){text, strlen(text)});
-}
-
 // Byte-level BPE writes each byte as one printable character: those of Latin-1 that print stand for
 // themselves, the other 68 bytes are U+0100, U+0101, ... in order (a space is U+0120).
 static uint32_t byte_to_code(uint8_t b) {
@@ -4532,7 +4528,7 @@ static void vocab_index(Vocab *v) {
     for (int b = 0; b < 256 && v->kind == VOCAB_SPM; b++) {
         char text[8];
         snprintf(text, sizeof text, "<0x%02X>", (unsigned)b);
-        int id = tok_find_text(v, text);
+        int id = tok_find(v, (Span){text, 6});
         if (id >= 0 && v->type[id] == TYPE_NORMAL) v->type[id] = TYPE_BYTE;
         v->byte_id[b] = id >= 0 && v->type[id] == TYPE_BYTE ? id : NO_TOKEN;
     }
@@ -4638,11 +4634,11 @@ static void vocab_specials(Vocab *v, const Gguf *g, Str *warnings) {
     }
     v->unk = ids[0], v->bos = ids[1], v->eos = ids[2];
     for (int i = 0; i < COUNT(tok_controls); i++)
-        vocab_control(v, tok_find_text(v, tok_controls[i]), i >= 4);
-    int s = tok_find_text(v, "</s>"), end = tok_find_text(v, "<|end|>");
+        vocab_control(v, tok_find(v, (Span){tok_controls[i], strlen(tok_controls[i])}), i >= 4);
+    int s = tok_find(v, SPAN("</s>")), end = tok_find(v, SPAN("<|end|>"));
     if (s >= 0 && v->type[s] == TYPE_CONTROL) v->stop[s] = true;
-    bool harmony = tok_find_text(v, "<|return|>") >= 0 && tok_find_text(v, "<|call|>") >= 0;
-    bool solar = tok_find_text(v, "<|flush|>") >= 0 && tok_find_text(v, "<|calls|>") >= 0;
+    bool harmony = tok_find(v, SPAN("<|return|>")) >= 0 && tok_find(v, SPAN("<|call|>")) >= 0;
+    bool solar = tok_find(v, SPAN("<|flush|>")) >= 0 && tok_find(v, SPAN("<|calls|>")) >= 0;
     if ((harmony || solar) && end >= 0 && end != v->eos) v->stop[end] = false; // of one message
 }
 
@@ -4690,7 +4686,7 @@ static void vocab_from_gguf(Vocab *v, const Gguf *g, Str *warnings) {
     v->add_bos = v->bos >= 0 && (gemma4 || (add_bos < 0 ? flags & PRE_BOS : add_bos));
     v->add_eos = v->eos >= 0 && gguf_int(g, "tokenizer.ggml.add_eos_token", 0, 1, 0);
     v->space_prefix = spm && gguf_int(g, "tokenizer.ggml.add_space_prefix", 0, 1, 1);
-    v->strip_after = spm && tok_find_text(v, "<|placeholder1|>") >= 0; // Phi-3
+    v->strip_after = spm && tok_find(v, SPAN("<|placeholder1|>")) >= 0; // Phi-3
 }
 
 // llama2.c's tokenizer.bin: u32 longest, then for each token f32 score, i32 length, bytes. How many
@@ -4735,7 +4731,7 @@ typedef struct { // memory that the words of one text share
     Symbol *symbol;          // [cap]
     size_t cap;
     Heap heap;
-    uint8_t *whole;          // [size] does merging a token's text give it? 0 unknown, 1 yes, 2 no
+    bool *whole;             // [size] merging this token's text is known to give it
 } Encoder;
 
 // Enters the pair that begins at byte i. Order: score from high to low or rank from low to high,
@@ -4794,13 +4790,13 @@ static void tok_merge(Encoder *e, Span word) { // appends the ids of one word
 // prose twice as fast.
 static void tok_word(Encoder *e, Span word) {
     int id = tok_find_piece(e->v, word);
-    if (id >= 0 && (e->whole[id] == 1 || (e->v->pre && e->v->pre->flags & PRE_WHOLE))) {
+    if (id >= 0 && (e->whole[id] || (e->v->pre && e->v->pre->flags & PRE_WHOLE))) {
         ids_add(e->out, id);
         return;
     }
     size_t before = e->out->n;
     tok_merge(e, word);
-    if (id >= 0) e->whole[id] = e->out->n == before + 1 && e->out->p[before] == id ? 1 : 2;
+    if (id >= 0) e->whole[id] = e->out->n == before + 1 && e->out->p[before] == id;
 }
 
 // SentencePiece: spaces become U+2581 and one may go in front. The text is cut before a space that
@@ -4811,14 +4807,11 @@ static void tok_spaced(Encoder *e, Span raw) {
     word->n = 0;
     if (v->space_prefix) str_add(word, v->space.p, v->space.n);
     for (size_t i = 0; i < raw.n; i++) {
-        bool bar = span_at(raw, i, SPAN(TOK_BAR)); // a space for SentencePiece
-        if (!bar && raw.p[i] != ' ') {
-            str_add(word, raw.p + i, 1);
-            continue;
-        }
-        if (word->n && !v->glue[(uint8_t)word->p[word->n - 1]])
+        bool bar = span_at(raw, i, SPAN(TOK_BAR)), space = bar || raw.p[i] == ' '; // the same here
+        Span next = space ? v->space : (Span){raw.p + i, 1};
+        if (space && word->n && !v->glue[(uint8_t)word->p[word->n - 1]])
             tok_word(e, str_span(word)), word->n = 0;
-        str_add(word, v->space.p, v->space.n), i += bar ? 2 : 0;
+        str_add(word, next.p, next.n), i += bar ? 2 : 0;
     }
     tok_word(e, str_span(word));
 }
@@ -4864,7 +4857,7 @@ static int special_at(const Vocab *v, Span rest, const uint8_t *typed, int flags
 static void tok_encode(const Vocab *v, Span text, const uint8_t *typed, int flags, Ids *out) {
     if (v->kind == VOCAB_NONE) die("the model has no tokenizer: give token ids (--ids)");
     if (text.n > TOK_MAX_TEXT) die("a text of %zu bytes; at most %d", text.n, TOK_MAX_TEXT);
-    Encoder e = {.v = v, .out = out, .whole = xalloc((size_t)v->size, 1)};
+    Encoder e = {.v = v, .out = out, .whole = xalloc((size_t)v->size, sizeof *e.whole)};
     for (size_t i = 0, from = 0; i <= text.n && text.n; i++) {
         Span rest = {text.p + i, text.n - i}, raw = {text.p + from, i - from};
         int id = rest.n ? special_at(v, rest, typed ? typed + i : NULL, flags) : NO_TOKEN;
@@ -5465,7 +5458,7 @@ static Form form_new(const Template *t, const Vocab *v, Span file, int think, co
 static const Template *template_of(const Model *m, bool quiet) {
     const Template *t = m->gguf ? template_find(m->chat_template) : template_named("llama2");
     if (t) return t;
-    t = template_named(tok_find_text(&m->vocab, "<|im_start|>") >= 0 ? "chatml" : "plain");
+    t = template_named(tok_find(&m->vocab, SPAN("<|im_start|>")) >= 0 ? "chatml" : "plain");
     if (!quiet)
         warn_line("%s: %s; the chat uses the form `%s` (--template NAME forces another)",
                   m->file.name, m->chat_template.n ? "a chat template of an unknown kind"
