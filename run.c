@@ -4276,8 +4276,9 @@ static bool re_set(const char *p, Letter l) { // does the set at p hold l?
     p += many + negated;
     do {
         uint16_t classes = *p == '%' ? re_classes[(uint8_t)p[1]] : 0;
-        uint32_t lo, hi;
-        p += *p == '%', p += utf8_next(p, 4, &lo);
+        uint32_t lo = 0, hi;
+        p += *p == '%';
+        p += classes ? 1 : utf8_next(p, 4, &lo);
         bool range = many && *p == '-' && !classes;
         if (range) p++, p += *p == '%', p += utf8_next(p, 4, &hi);
         hit = classes ? classes >> l.class & 1 : l.code >= lo && l.code <= (range ? hi : lo);
