@@ -2713,6 +2713,7 @@ typedef struct { int32_t next; uint32_t left; } Merge; // left: bytes of the lef
 typedef struct {
     enum { VOCAB_NONE, VOCAB_SPM, VOCAB_BPE } kind; // texts with U+2581 for spaces; of mapped bytes
     bool bin;                // tokenizer.bin: spaces are spaces, every token prints its text
+    Span space;              // SPM: how texts write it
     int size;
     Span *text;              // [size] as in the file
     uint8_t *type;           // [size] TYPE_
@@ -4007,6 +4008,18 @@ static uint64_t heap_pop(Heap *h) { // h->n > 0
     return top;
 }
 
+// A number as 32 bits that sort as the numbers do, the largest first; 0 and -0 alike; and back.
+static uint64_t best_first(float x) {
+    uint32_t bits;
+    x = 0.0f - x;
+    memcpy(&bits, &x, 4);
+    return bits ^ (bits >> 31 ? 0xFFFFFFFF : 0x80000000);
+}
+
+static float best_first_value(uint64_t order) {
+    return 0.0f - f32_of_bits((uint32_t)order ^ (order >> 31 ? 0x80000000 : 0xFFFFFFFF));
+}
+
 // ---- Unicode 16: classes of code points, combining classes, canonical decompositions. White space
 // is one more class: it overlaps no other. Lt counts as Lu and Lm as Lo, because every expression
 // that tells letters apart names them together; Han letters are Lo that one expression sets apart.
@@ -4023,92 +4036,90 @@ typedef struct Unicode {
 
 // All of it as small numbers, packed by a range coder: tests/unicode.py wrote it, says the order.
 static const char uni_table[] =
-"Uzm7knljMBKnIRS@HB~gZhznNAVoK#Nbt[o1`n=j6:.IKyj~30w5r=__&1qUyzCT<xgVaS4*nJF.RkAPwq<Zj-2ylE0H1N8_AY"
-"UVcqun.^1YP/Ze=-{.$s(njhIRS#dwtN:{M&=@gNpQ[~9;xW'C9v(jjeH^l~M|f-}ckdh(zVsiS,4I[=;=^x27Z8'}-kt5V~N9"
-"M}6[e-OO;Nl5:-k08|abcS6a9XKDu:/MsqEB{4VrB4,/ZTqiz(coe]mB-J.UECS&r@0|Or.>4<P%SoyuNE:c`6mpMq7_TpEsjO"
-"I}[/$[HT+UO<6tn-8LGg|XV4`5#k&3m3K8X:n^C^hDYI{~{x17sBbzu_2[)8Bb#,^:~p1%(2UfvZXkr^Ui9HBx^L4p)TokP.H/"
-"I,'7]`dO4NL0lt&D,{0Qp3)YfJl3|8z<<UZ^|u6uE]+M&$HGudH4CiO[<`d:lbe2o'w-f=@qkXov6RCi$^tB53XsW0t/yiiyK]"
-"%~iVx+S'|8:kzPCx41S7b@#ax'5vL42|xF@%Peg}=#GK^|UOGd{vP[QJcM@o=D@wP~7e>R[)I#c%290+QUuB);[,}N_'rhu]0<"
-"*zI2-0=SpH)LWS2F[Zc/q''<Zm@svw`@1SIUn7K6DiLU^#q{`M]a|SUZ[/eI~088zXJ8M%MW+/35D.mjwOD3XabpT16himWj@R"
-"uUX+~p',AO((ho=rKS1|t>_%X;[@hp#@9_DDhtD$FY1m4<{{V&x~)Tn*c+I#dRp4>&6<^nb`EZjGtJ$%C9+x;)ywCD,AUu;uAK"
-"YJ$lf{E5uY4HI,45h|o#@V[A+>$GFOUg~J7Dy+~5M*Sn$_]{MRSxB9vp`<F(Y>tRkqu[Mc@F$e2CEZc/<=UvN7<fi,cq`A8sHJ"
-"B-12[n=G-/xVT_wy{$>g+07iPG&Z1m<E7T=j$p5[Xmt-fB,*p<xBxBCeHefv%so40+pYhi0GD;LQ2d.$Ho~(m<5A[L_VeYRX8]"
-"<9tZ'dehY=Dy9mgx$Z^,:EytZ65E03f3vmN{{Q|d#<Z_)+Zbie^Qk}FQu%+9->Z_fL>f`oP=fn8F(&kk8qfUywrl`:pI(UeUI_"
-"l&}x.@j&1KY;p}3sp39lddp{6qY~z0Swx3Y6xVknDK^DK+skUiowXS|(zLz#SewXXx8ysX^p}$ip.n7yO_-[ARR7^Ruahd-99u"
-"U.V],EC.vtaR}EL1RMU_uWLD;-vNP~i@m&9xhsgnH8cWRb<+F[qbfk),8_`JJvU_'HEZ;EjM2nbe@snh|BX5_&hBQOz=pN5-ew"
-"aM&|K10#]~>D{vdBa>@b_>3w0dD/LNESVN_'oI.K^;~'aXLx9,;qh],uC|])5&OFP,%[#|Ytl%>[#k'HX=o|$%Rnsh24ya)#)W"
-"Be)g#gGTV35a:XyDi9VDga/rblSB^~L,%U((3]&q/{O:^F4OBt<N3^^mGy/o[t$+j'zue%e*~7[h>b7+W_{L4B)L{a-1K.9+yU"
-"iQ]9819@Ek47w)'pFD<H.5d)[IlU&O9;Xb17:yXq`:{i%G$Nj;1iV(t-3wMJD]S7v2{4Nc>|~0{l5`jQ)Y/:e;z.13W'A]r>}+"
-"ib5C;%`jjO#01>0WfhoA7Vr-Pq}SIs(n@uw)u2],XO'*w|X{|a6+_7n=W1C65K7+{wJV;RejFMlUj>UzSGZVpZp`M_qE-*AkSF"
-">{B`g[/_xX-/6JPIX-^<gW5$@eLwGZtSt11xrZkmO`8wX]bu4@~K`:p$<Uv%(,~i~kWWx>-='z#eyZHoc|r$nahK@4cxvok-zi"
-"1R{G*Z}]H+3kxb_0+Tz+&GAUx#rnDCD$&<hk@W*hd84xFY|{inC]+x02pKY$XOK/;F[8G=+*u~:#88GOA0PNV;*A@6ht2U|uQ%"
-"#3wZ.|Gt7TjN0akX4(lcNYi{OkwsM31j#(;FzwOhY%@QV4BoN3K}J{#s#/;]TLhM=N6LLe}p|2pl&~hM`.1winWK*6%xqQsA|c"
-"2q#lq2Q@[dC%.ihl~fDPTqBtKsWQgVb8cB>9iLSyz<PthuFc8[E5;lT9K2TESa2]h0Ew2|.MwY~{[k1H*X(+swBE.64]b#paT>"
-"X^:De>ww)[NRKLGv|U_:&qfFMbqfBJV8zBf(tVfGe>h9%{{O~4U6d}3dlT;0F=/UNA>D>Am+8I@/rRi+@Fd%CAe=Xnrk%n[7AS"
-"XCy.$GNt1V_k#0%pPT>~CW=UYw3*#D:Dz[qZaimozyik2.yZnEzAEh.vnhKlD-t}+Hh`m8=>;dD+$,ez<dg/#DUx5iz+@AyH|`"
-"}CdIybNun,Q*@%AgFbfnHrsi{}pes<Ei&~9sY9T#0isdXN477eC98lwDymU}obX(uok_#9s]E]9*%u&u9F35kcZi'H#dl(#UD."
-"`#_5@$6by;d>#$>Q)CT_#umWjy}r:EeY9w~@U=6OeKg$B6Z[r2F^r9{AEK^+^FLg}>E{c[y;yyMsL2'4C4xw'e9#H0cafl#+7y"
-":A]8}6g+}3HReH%5L/WW]gHVdpt#SUEAkMv0uR:3VGI*lqvE8oRL``hvv:P.0}DrmsHLtSHB&Vp}Kv%vEUJTCB9P(RHoy)*[wO"
-"x6kO:Q9j^}p}/T%jTB3GnLC1s3@Pt~*h3D7MUSeBibaAaEXfjSA3k:,>v]@dHmVL$_LCa`T2O~76m<]dGIb0~4LUXBN@Y]n*hi"
-"3WKdRGD4z5%8=kxhG9'~Jhjp;Jr-t+*IH-YInQw`n=5cp*y.D>::tGw1JopIoAogX1rp#25L`y`e1.JDX)Xe299&6.G}]B)v:{"
-"sL:lQO>T2e)MozT*r`K`=OvLJidXt<;3f+4b&Op72n((yxWn4y4#U)Gh*|rv-u=ea$ypk8IW=XfVO1L~zS3qEU4ny1D|G_Zqn|"
-",I5,NImyg;6#tN}+akz*kho:E}t=QleD>*{O$U)nrzdUeP6c_]]>P81%EmMZvk4peE'ty)I^$<#XSTvaKb2,m&2sJ2obJwL-V*"
-"VlE.F;ca+WZ$ikY_U4;{0F1O0v9*<W$~ORJ{O*}n{&SwKiy]5){}*ZD<rVTU>>$ouf%SN<;&g61QzUks^v##a){<9:08<}X>tG"
-"$;I_PhQey3=,IE8P}+vd$UOs40%gI<;daj;Q.:80-98aATI<^8^#tyEO(Cb=XB4@cnos$Jl7my.A}F2oh^zcrT>`MOVwm^W;sA"
-"ic0PW$bt+R~C+O.*-v9I2iHX1k.hGYJ5FEjXR0%D'a:<7IjF#.4%etv@wQ@&h+M{ERwiFKjP}^80@YpGE<$7]I^*35(QH-@dPe"
-"%WSwuT&A|j3}a:58%L%}Os+aP@#|vqSK'>FM0-xDz3wQ#m%^tVD`0B8NWR$Dn%fFJFGl.99$qWIMS9T&jdr(ZhX#1nxM=V$y9;"
-"qR4w%f(jFl_z;l}FI2+8@1hNSH1J]jhE|-IB%;Qj5-M=/jC@q|&Gk{~)+tXq=p~tU]#h<iHg,rZ*W83D^ZSx0EJ+#C(,AAl;_s"
-"Wr5)Tb+QFNov4#CCDb->:;%D,[}onj(PA_:kWv}qKajYMdz_]L6$n.gm|<8*`gvx#$lpf{SfD8fv(pxrefSa+DcqY)ZVHrt+Ic"
-"~={'f]BYn>$i)o~AT%iHYeX2o2[VtL5>}Za]_P+$X8NZRXZF#m}DX,e`5B-'40bJg]1j4FlDZ&HF^Q4eUEEa9cgg8aul{b>KY5"
-"X^D+OesR1v@UciLg(.9z-)BUD#Y'cZ_{}S@84aCvO0;kL'M'x5+XQ5m9jPfB|g+D26wRn.lzM@`T-(#Y*_n%)qS[.4@.@Itt$M"
-"L*>+@`<*|}-'02IgTZQF5Gn{H>dEfsfk4v.UC[#)%fi8h}GVmwSr{mTDhioC~C7QJ3KHO$hQQT8f]3hLgg9QHAT0KLb;v~=TYh"
-")+^vRF:auie#bHmaMkb4)~|XEe<o:J'_39qz=,g[ZWp[psIFmWu+bpHyIR~gkS]|j#<fX3hx>Bn|N_zNI[0)yzrz^$a$n7nFwg"
-":V[@Qnda;8#K**m(#&^&V^uC$atc.#$ogCtXz.mZB1)0L.E'_6`C4SJ`/B~i1YPn_g%47rQ3/x2RShAC5M#5`<j<8#%GDC0&]&"
-"6M[jo36RG5,Q5DRbB}gDyMUEDzS*IQwAc<sc;<9~U,/6oF^IoV]ItVdl3#1&5J}}onk5/$SW5|hzPD,~g0`v7pC>[YnrWK5pTg"
-"w+l/D%dBaJ7L]s(91Z+*HWI5;B#bo5<nTM<8p:T/3fJQ[L:*ssHU($0PynwIgY_qS~O.w})pm'}$.&4-|P=.Q{,TI-GLxs9GJT"
-"}il+s>1WL4GTz$$TCjkHa<fD#L#4s+nh.Sg5*>v}B|X@hEYTdNp#G<1BPV}Kv.%-I8EPJkcn)-QFC/9It2n]X47[>7Oa7P~R`G"
-"HuL'P7d/f,pK^lZY*T'NO>vDJYT'_1[KM0{M6k#LpefLF[WqP(y|nPmnVpX<SG^q`DBGNt9]BfL3|Aq~TEbrD${8oSuAJ)C;NY"
-"k#@6EoP4;>gkD_svs2:ZgJ0R[8^9)IhNt7TvY0y0c/ntow4W)C5`)tYw7*7Z*6g2D*QU^}*T=V<iyfMZG^7X-~3Fu_u0xFivD4"
-"7t&,@goWKQSuXO&=zi19eBQAtCbgD8A-thx[[XI+NH2aUsOaM)51T%P>9<OY=6;et4${wje}P@_X7fmnh_Kmb]u1WnpzjthmpD"
-"lLzu$1`i(=8UWc>aGEUs]~&IC25riB8dvIHSyip>1pTOchqo~iyYF7]tBE)F0_HAf0E^%)XbTr%5>Poa-1CQj_km99om5C[;Kn"
-"c~lDgc~|O9&6TqvOH-xti=TQrxwm{++`%g#4F3Y%rnSJcQnh:lyx5_>u-WZgcf^[&v6=GbHkzR[hQ'*eB)0&OvqXV#xy$3EX_,"
-"K&@q[Nkb|4-^OIYuD'T@ovd#AQ//J,hQ%#W9$47;CH#)9M:Z%%'sfxEh`Q$'Z3$<lYsRWg%eF.}_hj=#8ARy&x*R%#-s:ryjUs"
-"F&v:~Vvbxyn0:Vmz/$/[S`^mF4B-l[BcfsSS2dC%#&[`5SH+rv9Y&l-^LWO*x-IJ*fX`5o|+y_'00,87Unh:]*/$Zdo)O&DY=["
-"5XI=`pj]lVu(c',@Mjm'dR`3@tJUwvgjrF4Y:T9zEL<G@8#wN{7Lel9nx}e644=DP_V'2fc/9=Fzr+)vl*Y-&CS1`MVc8nBV4-"
-")b@[lVn6e-G[kaG=u%)HlA=dMQT@KuwoE*Z*q5NJR6}Aw|Ka}9##TRGA(zFXoR>xt[w&5Ae$@:Ima-$Pn8WS60'dcJT-;ZF`o~"
-"#*4xCcF+MZj8JRQ]mS2K#z:ta)[zu|RE'X,Yf*e/>yt_K_`Gx@&JT8xoTP4'L`#LZ6GMp&AYg#*C>$1Ttof:sR)QnVOT2*rHcX"
-"##&o}MBNbaMy=.bU82e.(Llm,%nX+jQ/X$nb7DA6a#r=p;CTSNrvdSe`x^)2Ck2=hexJtI%:772)quxE3+AP2X;'Mqfw(/FHq^"
-"-ZdVga.JRj+[S0}:@VLQq3Zy43'y={]+pj6cA]]UD5'0AMFW+5#2[Ehw`w3,bKFiM/@.j_M&]9R,jVRvvs2w6,kML$~zofb<KZ"
-"~^=8m)QX:zik%Usl7HgdMcE7=]Bt&GJFN$0r1=B6dElnq{@N/u&h[W{3C2rL#*.9#|ZsVVhDHPUs[N%CvsJ7]^6iE|9`&l]V4M"
-"@^r[V=+T_HFbw{;Vef&j(`Z_fYZw.%$iU%XbQ7W[qH=Ip9E$b~4L*>EXJy|-H=F_lV%l]i>07H<y1]aY):Q-@ezl9Zk9w4ON*:"
-"-=`^X3=#co=RkCI_T1O9gWq7IeZ9/M6owo#CjM@tA)aB|]bOp$O#s*1=7Qz_,WS@0R,TI&N%FpN-B]6aiCpYK;${P7P=.n|z7e"
-"#+b2oLff$QQ'fnmh2ojv8i6`A<k9:Ao*,VmjmwOVqKxRRAR$oL+bNd}9Y1I2lS6<u3i#|%g,I3r>=P2Oz6I*0rA='7dI2]~dIy"
-"n`N=f}m9jF|D6IliN5*,xO{SVP;,)XgA3]c&v[/q$R[4J2|VVHSO$1baF:i{U)`XoSwHqe3K#fajOJwO=-^n#0IV9hMgZ49F(7"
-"nqT+UExL)O31)|7Ae`GdOOPdZ-TU'bVml{s:KjolbUHOr@k>[sq;;3)(id3NN[[<[8)urQG}78IXlz0nZ@zB/WOy-/hgx1Y/}J"
-"tcYRVIhFT/}x>ySMps{(B9B<{eJM7]$}DwPq}~wyY3zo@P~[z.v0+K[Pl#F>2zQ>hPzrB*ZkjwNSqAI|+rRrNyGXv$`x^<D@=N"
-"h4n+n29)}*0C.:5[1=i>8]iu)&5>TcU})GOM7p3bI7x`xka-q)E}yhHTMy6Xp,2:s8jpg@W7T}2`9u70O#{;iqb(D-#V_KH&1f"
-"#INhd3Me5RY<Ny,Wu<J^He70TB;2wl[id8<)AFDL+uy['7l}-3y0(3nK7,>f0po@iX>zARBnog4H,ysc]zwh@;q>k$Y)0#RJlv"
-"yH,Iz~_^rj8HAO'(Q/SyGFBlUG{TI&n$PxY5b}CLhPZ_]B88(N{^8@;t0}@}KwePnL,RdGF/-,&h%Yi>zHN:aNu`xYdhupGR>~"
-"aNeZnL|ox#OO}D7N&Ay[tNP`2UW&#Y3={/U{6H.I|xE*ALvjM>ST)hIsmkc72OzhI9,HSKU^t;Fa.RlOz,byQDasYk='v2ewYr"
-"e4y}bo%v_I/lAWX+EBCL'qJ]}Z*IFmx``P&3)/Zvu-351fIE}`7>EF.UNp}PTX)=Z;6Qs=F.T,tIQ>fjp'D*A%Z`t_$At#uP/="
-"Prl5PAv..SuUptnD`_diSuu5WJ(VTs^Cw||cb{.9B>|WQWmgDg8_P>/Sa+Q4AabF0-l6v3ji5dKR'lycs|G3NA=.v2XHq%exgz"
-"l&m%x$h5o=*oa{H+7k_UNBlE52{=%%sa:n<>_GIXxGVdG)_4,cldw|&CP-K7$4XlP`#R[0`o&A<_bW4UQ[m+}b$QRFqeVHn]9|"
-"N`;cD%}8C_&rad)`(A}}LTmuXeFV{]j'QV8v`POI=k[9RUU29/hv2uS)E]$i9zKVSy7xYR1CDRC0+O3}IHa,9KoB$m4@e9I-*y"
-"gmy*M`gl2ejP8Z*U-h82zGklLzz^)Z5-Jfh>;RI{/Y$*5cr{(.Z)j1^omyQa3HJ4P,D1oSsb}+7M<F6L*hZ|GYF<M[N@CO1<)8"
-"dywF(KEF5b(U'iu,;[0,>7~nYmBC5VvE2pGP|PP[_FyS%iPU19UMq";
+"UP~{'rj^pK^#0^Oo;Q<xM#.tpv}APt~7yWq9DoS*73iwBv~IJivt0oBm~l0|q#s^aJixQL0[pDyESQ%e0C^XoO)fNYZAk||L_#"
+"i]j.IMSjGU0w8q70H7{5q;@-6:}fqFe{PFUYp%JLO6ngtDjp@8Jvu1|u&.gK''8<nPPA=Ub~o;E:me%Va]hTQ^No>A%EkauDS@"
+"(HS{8*#0-4wkEy_G,bZ!}!Heb`(tBjk_'W9m|08lu:FaikbCKm=0~PW_6Zkv)5Gs.h1]q~Oka[eb}DF_PR=C=FTR91J}D'q9z#"
+"fzda%L<%4nP&e|00ls|2TKO+6dlKd`E%+tZiLF0V=+161bmDV1F5,^-w>%2SF-X[!.>q9Al{'Z=ZFF)EyNXATA,.ogYNzm$HL-"
+"H>7KezuSt:B).Vq/w+}rtNq/Z[rtP')]$.t6MQqOz+&XZj<v_8Q`BXo){x8!|b|43Sc99{O>KsxGM<<OviNoaQCo6UwZ:idO}^"
+"%T8bL|p@CU7)h%Zg<Yf8e2z[(Z=n!h:ZXCjvZp{+gC|Ka&sy4N9aJ4Z5>},M[~-Kyy=KTLNCP^eW<*bI--j:nC$lyR}RK0aVt/"
+"a+AaS)nI5PEEw,i8U8<n1$W19^Zq%+OZ1%rfGiwC@Y&5>&Iu.RN,@2goNYEojp>#cIM,4TX{9EauRn<(x9(x,WTN+SJ7'a-&Y:"
+"NdE1iM%)MAg`e#>L3hE,|T`q&~hl)qJi=t)e=D,HH4IJbSF$2^,P&-V*i>rk!/cHo8*{e^JBx'dqBYPEzB-}e-A%V4iu{TAq.f"
+"]N>wx.U`ACxsOM%R=Q)n@Xi/d)Ph&f.r}$Mq|RbGtTO@-0b|xi7Ba3IVoz39$V&P*Qq$&{XVJzpe!iFk^wJ'2R[7D8A$MMR9f0"
+"b2}0jJ*R.`91VAah_Jk8_ezP'V1u.!|bs'tjsMW;ZDAijK3Y-]Io91U;;=Hn$DL9=!Tt^O>2m^yM,|b$+R/J#q&8[nK>o-=69Q"
+"!(q8RVva~iDT*na%b['Pw)}U9i.OpG6p$mr)0OPo/,:bC$O)[69~9s54=&E2bj<^f3^pjuW6e.X`V00%gtt#0.$ck8Qwa!p9]f"
+"VfY,NjE!5al`n6xEkk%qtPtA`pxbHIO]c`Wh6ag-:)LWzMpN19D;t%Eto#0Cgv1kg.fdLURW|L(:[in3qB:u|C/LpYr/)Eu8H,"
+"G=bj;mz>9E#oXZmns%z~7Hn&r2>X9-S0O'u{aR<{9!-/dCR}1#1kaA$lF+xKK}F#kwV!eeleUY`uWq%dDYA^0j::tX9u[j[l_q"
+"BGm*V5j4xPNZ,/sJBg'U#}elu*7D.ky(|.`/4$Epgi&)x;Q(7u'SyhR{7{!(ko~IdlI9^.MU)h<En-2lwV]G1qoudd/rZM}RKN"
+"/Uy8F3aPXtiJbJzQ:GK4(!oA-+a>K]6+UM[Zl37]~]0,;Msiy<=<.Hfn[$W>2AqkmP3#JXHrGdng%(^hm4dMJUhRG)X89j*eFP"
+"*rAGBmbBKSQy;;`YX;Be#Z[cwPwEjX$d*IbIMW':%ZgJhHL0gjc2uFkAvLsO*m0#D'dt-Os6^GUtrQ[zueoX+<QJ$1,Zj!X,j2"
+"w-mDd5T*38rldP08EC9O$D7<yQ9N,eXzozO}g_|6yoCz!0Ou{1C=`dmQmZdhIV1M6yheEXA[WdtZ`n[~=)4FeY:|V.j=&QiF/7"
+"'6sFKEAor+GVqBGW@`h*!]bxpQnHK4bFXq%QVb|*{/&Ri*6z,qP1Q;o7bicELToe|*ilr|iAOgjC%c%#Y,u/tiBT2A3(zlp9>l"
+"VEq{bF&<_P}$U*|;i0[k4Sw)5uAY|;L!w_qO6Ckh<~L'Q$5}z$xP6MkmPU)jP#/hrHKJSU,h]VOGTK^Tub:Wn{FV`F$-(PlfEv"
+"V[;'RQh`Qbt]9D<ycv0Uz=<}'}k[1=4gjSFILb%}+_hD-Ap'<e{Sy|NiLQdg;+~`~Fwki.3{Ia!v_OWY.9F}Rf$p;i8tAHE>9V"
+"3_Mwo$mNhoAa)td`WGvJ<tvqa<du*EMlR^[;hag[rTGXSKdgE#0joh(mVBjx_i`'/KK^,Z[u_R.0%K|Ws#S4<!qa,T$_xONHUF"
+"}-}'Rv31g8i>7C-@VK&kX+>@|W|=~1D>%KS=>hd!<}Q6Z!L>9%w{d2wj/5U6[gmq1}n#yOSohtvEnx1R-(Kvz6vzq]R'{K.cE<"
+"n##o&y.{q1't)1PtzY(dx,hG{50:fY6@ieu6k/ZnqZlq[H;IF&cZVAg/ikNP@iX]LB8tJx|)iaC@ycFlNe8a7HFHRdpnNtUw>Z"
+"E_#'H>1U)@^{NaZ)ZWqv$nbUawhOc%w;@6MYO,_WOF>LZ:gKSU.ja@w&:Iey6vz}cc3,VX}N|on&/Djh.5,h^xCqeo3j-p3=jS"
+"ek]IWmsx^:_!q0d<:L;:iwf;BN~zwOG!Ccok^(UgoXIQN/n(ySOpS+>fjY#s=]}Jz,QT!jZhT1rD;Q*!l'xFWL/6'i7Gj2DTkQ"
+"RGgiCo[,y!t:>taNM`n_Uk+aXl6T'oZ{^EkgZM{,#y8k/@WSA62$|ct96UjEPcd&,<@t{mL4Gyli178Lv){2TN/JlyUYbf%_M#"
+".VN9@PJ[8e]3,l']!/Z;)k=!GEFlV0IN+Xn$;`Pg_GAVk/5{jpO!&}W:V'}EdWu9%cSKkai;'J68qzl[CBoqX5|A<qSw(lF0s>"
+"BB2Ik/n~N%9okMT1Wyb@Ks8Jl6ILRB`$,85rYC'Jwf.8>0)Ke-PF|p2F7n'KN;wL9ar/UQjYATZ=%3&>}ahKksf_,s7XH1+9To"
+"~p@/)[$qqN29%n.FqYPrUE7NGk>ZpB,)Ce-L@WYKe>oBxR4=.==Vnz5Qz+Y:UdL|nU4r`w_ka0>l9zPD88<xW5>RJ}a<5W6XzF"
+"lLYP`u<4PHh->/*>qq/Bl!c2t+*s@l.Hn#dl_]<u1RpR-1'!kp4>ti{.e|&1MLX~'+/]H}:<*$O;_zRUy:h<{ncI>.c5]d/W:*"
+"x,ybguG[~*j/CVPV/)60N|i)LA3AnI*^@>a{0}4G-U;wms&@m.!dcoP&l7{nw0Qb*Xt1#,:&OH+l06~<<<~lSEN`r'~Qz4M;dO"
+"g/gU2o=KI.X<QlVHS/=oqZC-/LI`:}>^.6<iHvP*aBr-$L&n.>f4JGpI=9+PWxFMBQ,J;KjI%~o00JEw`Ou:PehH.0,51s[!82"
+"!8jH&]OW@d:vBQH~2q|m1_X(kUTebGoEPg/vAx{A-0JWD|[*q8P<(/}_p~9$aNf0eWhXzF0_-6d&UdPlE=[AN%Ww(H&z1Z<%o4"
+"xap8>cKRwZ^Q$9p|56YgORROg.bV0e>]$O}{4R8/!96kD2h&}h8ldm}zAWq{r8{x,M%j;I^E2IAlx[.(Yw|g06CaewWZko/OGO"
+"w%9vNu!!l=iWn#lS)i8+X(1>]l*K_;~O`fKDIFZ1Bg<LoExZrFk+dy7UN+`4;tZ[L~GOxlv-!fghVr=wJnB^6*$fgRTUa}jeYe"
+"m'Aq70%JQ[HpurbXukk,;@L`YYJGc=lNn(HrU)t(T{0|[>2}gKw&~qPf`Us(:Nyh'yRf;^aDnDnwrz3`Q;+/q3ZZrZ*v5oDN2t"
+"d>!_S:fjgkyaDK#WbpJl(`v#S4(u!m'0+87apw%Fvg&-ZeRs<9<RBU~A;KA4CMbI;X_:29_VApGM1XYc`RZI6FfBeJ%Vek`T`l"
+"}'hW+.1U8j7MFFdk8&]YmG_N!S+(BHx2~E_;KDV7GToXZ,V]93*X~<}D)Rr{Rv5f2J*`+:1lgf`u$eJM6S@I8ratffdwXj/k@a"
+"u>GQqbP}fkD,0Diq;PefXT4bs.G&ZCd$jab+Y$`N>|*+iX`6]E$y}/18Lg~nTi8j_9RalC^D^Prwx6(^*|!S^V^va+YAamdZ$d"
+"ZQPn!1fuRXC&Gc!}6s-$fFJ=}+3,F8;x7ZVyLO'Wk5pl,Nmz;-Yxy+RXKg;8#3i5/0^4O+kAA=`7mDQ]AuxyHj.-^qtey@RXtc"
+"lNMfw`AoS)d+'#DPEPw`qayb^98=hxz]ilC}_`pJ{'1TS&/IdJ,raak4e_PiQ6=5dLkV`C5j9j(m|4ARD'kEulMGG8!drYtM^)"
+"{e$ErviQ,@hHOGNMeN`N8,HimRbJS$Xve6FZB9_mHP+l-1$.grM<^|6BY8bV|p<_):|B22=Z.006JJruV!0~_>x3^4n`czXE_U"
+"9b/OoTlX`01Vr:W&SR=0{fji>@Ur5pZe;kWoG=]L=AG2I-|K/AR~hKP&Z;je2f]%Rq>hy-_I4&/RZq`P(5t}AwDNmPOR:$>9G/"
+"gh*F0cRq%YKa5lITa=CB-fywy_#:m3i%Jo8~XEktQURP|~H_4Iw0!Vat2*'tBwnp6A|MU1&%~]/|BU-!%<$pO8n7GfE>iC9r8z"
+"MG^j,*@B!LKw=ykt7vsMb{AMLb#%Qyf<sENN6I[vtrBT<Z)v<=bI>|+[|k}vHO@{5afl4tW=mOsEX9Dp*Sv{>(%<pN6K}bSDU>"
+",bet6bT;'JgF`pbWQwHL~/)vgu=J]wl9.H{|Co`*Kh+s1*`*f]mF4HrMRy%RV.+*aAJ(XzSu%q-;5WV;8f*qT[,lh~Z.QcC(g|"
+"Kq5*@f<}iU/b/e6b!Cwm{'d+rPkz+kVLvp:N1$NS,28Jw~4V*@M5Ea_{[!:f84=)fnJea+yL`%)skj`QLQ$U248d32K<aEB1NI"
+"V^8m8fAW:YlF;|%rgPaK[yzJ@@*&)dC2mZ0%jk*h2*sQc|PDb0J%8OQ_kKH5Bcy5<43DE|{Pb3GMUIZgIJ>5$0|5QfgXi7=)~<"
+"{:]TJ-nLUs&hs8@OATZ6yw:MqE:zVMGoS)8iZh!^vv50'v^_+HKD6(^mZ7!T+gkLrK#T&'2WoZ=%g]+6+C0Wc>9hrl#xa{k.a!"
+"i<$;~.isxQqD>vHfSMN4*0+N`KS`)[ZA4w;3N&K@3yyVc>i#6C'IjQZMOQX_9_~Ui};|2ro:>p|0NJ!)-3viqkANVfa1Z7q*fw"
+"LZKtfT/#a=s_QZQ)=Ni+'MvS.{Hsrt>GKBLx0_<,;x5DR:nr{T:<<Z-$+5u~;TQ1te~{<]/=q&wiOA-k,=>).dx<bhh]8rycwq"
+"hZ_V@Pm>sW6|wEJ_z[$a{2{J_[DT',ySy+Q*Uv/2=P>JP_m>+tbZh!=g@6AN*mPke&>c,djk|rG:=RhE]Dg{9g*WM%[K<dunu]"
+"AIByn86H2>X%/<)N1EzU6S,WZ=#}Z<5.3dOgSh`x)b$u)D[5$`17vJqAS9NSj;$OpL|~oM$gIeG>6.~n_~>]KJ]x0:6|pdn:g("
+"rv7t)%G;Q<<^JM9R=Jo*Qka3i'w%N6)Io1RTuy9YW[O']4UQKj.pYBW~t_`W>/Y=YW//P%%bg.BY-gI$bg7Kk8{&*iKTyN;}'^"
+")>=1BW*C*1yPILis$Z)r&T)0}g:`TP7#(FV/|J5>~cL85+-6<{}4f3i<y<dRHJxUw{!9``G-[ZI1J77rJmQ2/u3/>f!S1Bu;xI"
+"NA&w'@D}vaDv,Wn+.6y[W`w/`aiL!~F8zklr;Pe#L=LdD^P!9.a-}$N[AFBV/<9M`'ER:#]>+g]>z=EkmX'PMi0p/7Owij0)U4"
+"-d{PO&Biv{Pe-RM{3KG>/qPB:D_f!_`j^rv_4^]YQkqU>UZ^}E(W;tA1Y|/9<C|3=oW72#n1l:7#<chGoxYEcRwdf)wIo;XhF;"
+"tk6RQtyE*X(Piu2injj#E:}W7c)>tByOWqBv1d1Ng+QUC~;0c-={EnD8DKX&qjsK@R/Bo6@L`N]pVp{X,Z}*h8H&j1i5~08`oF"
+"@yh/p'lCg#b~eLuta9nUnRl#VxLTStjM%H]%0&o.]1Q`<FEm~IS7Dbs#>'O!ykvfYL6YOH[nC^UJlG1ve3y{I/(=Ph(}ObIx&w"
+";9+<`';D3@)esO<M{!osUD,_P]],zx8.~.`3i_yQCf*i<O1NZS1HEK[@2;1SgMW<e>+)5#;46jg,Jee@FpvCeZ6t87v8n(:9m%"
+"S&t9sYx~Y*bQyaUCabTpIvdzcH}da[)er;>|d=C#`gu~%8x|8,%{JoUX:62$!=+l}EVahru:cmKYxb,g`gm6C8A|Yl-j^uDy_&"
+"oIsaLWH$i&|Kg$vcUZO5@}-}3BtS^{SXkLbRk~)cs!Qb(a0[p`&V0We'g>6X*[Lr9=Fy/Y+Daj:8aSwi^J7<Q781x_hi2V<$.$"
+"Y<[+_0yd$R3AOJJy.wXe4!6pafL,O<op}!-hOT5Y.O-y^jm*q5X)/laAxR183loQ:2CJ&cFrlzFesXs19;Xr2>^h^}+kT{|5)H"
+"Gbg0E]+$>Gzt^}{()~|O-+<!,|zYEV9:ILO!AeRX}%2tBbUu_*Z={H>7o=9yDJ{zR_i/3:(7eL!.V^b/P|vH3;!_<`~(C*/ln;"
+"~Dy!.uVvJ8*xA09w/BOO-,w[ZY+)'W!q+SA-MK.;+H&lH3kg)h!s~u&!LH2eSuvsCEFlm6V*QA8H#kvC5Owa[RSz>T(d+u(N+I"
+"faC`T>*9fws}~XxW:)DMQ{i.a*]Naxer88zrz`cfuM|=dG^$qi~d:vw<[-ES$HmJ)(5=fW$3_`,t*rT3;Sil5fvf,dP/}Me%ID"
+"`dPj[+T@b(R)w0:qB}.>{CS(LlF2H294GQs#|h,t')q0[Vu.#RyxxP/f%&!3v]=mwUg4`A>JkMw.F&t0RIsHZF6Q[3kSG6i0<3"
+"okUP1alYIV'Rvn!=P6[yu@Zb'_$wogon:a,Pvx4n*yKcPIa8q*sVQ>;XCNyS4V0{x6B@lo)u%stnBD5'D=@nP}bRV4>!Ne:U2N"
+"7FT[^sXNV<$/g.Q2,aC*RIJ%F=hVLTu[oeeU)#MvO[`I>=2JKN.+MX,5DkY|wm*9q1jr+}[)D7;S}|.px:Jx&A@j&x*LGS[;AA"
+"53wKh*gnfJ$.V^(l%u'R6:ky(NGKQDMK{hCPU5eDgp9e#0W7+uD#~@$!}Y|vQ+$Rc+`bmADf<f(|,F`C%RqyX2V3QxUG6RL%BP"
+"eQ^)8B0tW9nHLeQc'0|S'(yBM%E>NH>G1%o)GKppkkMV7Z[sc`DDEwBmAf##knppA[MkcF=Erh{VP]|T3.~'2/T9y!U";
 
 // The decoder. Numbers of one kind are alike, so the chance of each of their bits is learnt from
-// those before it: in 4096ths of a one, less 2048, for [kind][length][bits so far].
+// those before it: in 4096ths of a one, less 2048, for [kind][length][bits so far; late: place].
 typedef struct {
     const char *p;
     uint32_t range, code;               // code < range: where in it the rest of the digits points
-    int16_t chance[441][24][64];
+    int16_t chance[281][24][88];
 } Packed;
 
 static uint32_t packed_bit(Packed *d, int16_t *chance) {
-    for (; d->range < 1 << 24; d->range *= 90) { // 90 digits: # to ~ without ? and backslash
+    for (; d->range < 1 << 24; d->range *= 91) { // 91 digits: ! to ~ without " ? and backslash
         int c = (uint8_t)*d->p++;
-        d->code = d->code * 90 + (uint32_t)(c - '#' - (c > '?') - (c > '\\'));
+        d->code = d->code * 91 + (uint32_t)(c - '!' - (c > '"') - (c > '?') - (c > '\\'));
     }
     int p = 2048 + *chance;
     uint32_t bound = (d->range >> 12) * (uint32_t)p, bit = d->code < bound;
@@ -4121,25 +4132,25 @@ static uint32_t packed_bit(Packed *d, int16_t *chance) {
 static uint32_t packed_number(Packed *d, uint32_t kind) { // n + 1: length in ones, then its bits
     uint32_t n = 1, length = 0;
     while (packed_bit(d, &d->chance[kind][length][0])) length++;
-    for (uint32_t i = 0; i < length; i++)
-        n = 2 * n + packed_bit(d, &d->chance[kind][length][MIN(n, 63)]);
+    for (uint32_t i = length; i-- > 0;)
+        n = 2 * n + packed_bit(d, &d->chance[kind][length][n < 64 ? n : 64 + i]);
     return n - 1;
 }
 
 static void uni_decompositions(Unicode *u, Packed *d) {
     Heap joins = {0};
     uint32_t seconds[UNI_N_SECONDS] = {0, 1, 2, 3}, last[5] = {0}, code = 0, place = 0, apart = 0;
-    for (int i = 4; i < UNI_N_SECONDS; i++) seconds[i] = seconds[i - 1] + packed_number(d, 110);
+    for (int i = 4; i < UNI_N_SECONDS; i++) seconds[i] = seconds[i - 1] + packed_number(d, 20);
     for (int i = 0; i < UNI_N_SPLITS; i++) {
-        code += packed_number(d, 111);
-        place = packed_number(d, 112 + MIN(place, 2));
+        code += packed_number(d, 21);
+        place = packed_number(d, 22 + MIN(place, 2));
         uint32_t second = seconds[place], k = MIN(second, 4), step;
         memmove(seconds + 1, seconds, place * sizeof *seconds);
         seconds[0] = second;
-        step = packed_number(d, 115 + k); // its lowest bit is the sign
+        step = packed_number(d, 27 + k + 5 * MIN(place, 1)); // its lowest bit is the sign
         uint64_t first = last[k] += step & 1 ? ~(step >> 1) : step >> 1;
         bool single = second < 4;
-        if (!single) apart = packed_number(d, 120 + apart);
+        if (!single) apart = packed_number(d, 25 + apart);
         u->split[i] = (uint64_t)code << 42 | first << 21 | (single ? 0 : second);
         if (!single && !apart) heap_push(&joins, first << 42 | (uint64_t)second << 21 | code);
         u->of[code] |= UNI_SPLITS | (single || apart ? UNI_UNSTABLE : 0);
@@ -4153,37 +4164,19 @@ static Unicode *uni_new(void) {
     Unicode *u = xalloc(1, sizeof *u);
     Packed *d = xalloc(1, sizeof *d);
     d->p = uni_table, d->range = 1;
-    for (uint32_t at = 0, end, before = 0, class = 0; at < UNI_COUNT;) {
-        uint32_t next = packed_number(d, 10 * before + class);
-        end = at + packed_number(d, 100 + next) + 1;
-        before = class, class = next;
-        for (; class != UNI_OTHER && at < end; at++) {
-            uint32_t ccc = class == UNI_M ? packed_number(d, 200 + (u->of[at - 1] >> UNI_CCC)) : 0;
+    for (uint32_t at = 0, end, class = UNI_OTHER; at < UNI_COUNT; at = end) {
+        class = packed_number(d, class);
+        end = at + packed_number(d, 10 + class) + 1;
+        for (; class != UNI_OTHER && at < end; at++) { // pages of empty planes are never touched
+            uint32_t ccc = class == UNI_M ? packed_number(d, 40 + (u->of[at - 1] >> UNI_CCC)) : 0;
             u->of[at] = (uint16_t)(class | ccc << UNI_CCC | (ccc ? UNI_UNSTABLE : 0));
         }
-        at = end;                       // the pages of empty planes are never touched
     }
     uni_decompositions(u, d);
     for (uint32_t c = 0x1161; c <= 0x11C2; c++) u->of[c] |= UNI_UNSTABLE; // Hangul: vowels, finals
     for (int b = 128; b < 256; b++) u->of[UNI_COUNT + b] = UNI_S; // as U+FFFD
     free(d);
     return u;
-}
-
-typedef struct { uint32_t code; uint8_t class, bytes; } Letter; // of a text; bytes: its length
-
-// out: text.n Letters; gives their number. *all: whatever Unicode.of says of any of them.
-static int letters_from(Letter *out, const Unicode *uni, Span text, int *all) {
-    int n = 0;
-    *all = 0;
-    for (size_t at = 0; at < text.n; n++) {
-        uint32_t code;
-        int bytes = utf8_next(text.p + at, text.n - at, &code);
-        out[n] = (Letter){code, uni->of[code] & 15, (uint8_t)bytes};
-        *all |= uni->of[code];
-        at += (size_t)bytes;
-    }
-    return n;
 }
 
 // ---- NFC (Unicode Standard Annex 15): letters are taken apart, runs of marks sorted by combining
@@ -4207,12 +4200,18 @@ static uint32_t uni_join(const Unicode *u, uint64_t a, uint64_t b) { // what a a
     return found >> 21 == (a << 21 | b) ? (uint32_t)found & UNI_CODE : 0;
 }
 
-// Appends the composed form of n letters.
-static void letters_compose(const Unicode *u, const Letter *text, int n, Str *out) {
+// The composed form of a text: itself where nothing can change, else in *out.
+static Span text_compose(const Unicode *u, Span text, Str *out) {
+    uint32_t code = 0;
+    size_t at = 0;
+    while (at < text.n && !(u->of[code] & UNI_UNSTABLE))
+        at += (size_t)utf8_next(text.p + at, text.n - at, &code);
+    if (!(u->of[code] & UNI_UNSTABLE)) return text;
     Heap a = {0}, marks = {0};          // a: the letters taken apart; only an array here
-    for (int i = 0; i <= n; i++) {      // the last round enters a NUL, so that no mark waits
-        uint32_t piece[5] = {i < n ? text[i].code : 0};
+    for (at = 0; at <= text.n;) {       // the last round enters a NUL, so that no mark waits
+        uint32_t piece[5] = {0};
         int k = 0;
+        at += at < text.n ? (size_t)utf8_next(text.p + at, text.n - at, &piece[0]) : 1;
         while (u->of[piece[k]] & UNI_SPLITS) { // the last piece is the first of the letter
             uint64_t split = uni_find(u->split, UNI_N_SPLITS, (uint64_t)piece[k] << 42);
             uint32_t second = split & UNI_CODE;
@@ -4243,6 +4242,7 @@ static void letters_compose(const Unicode *u, const Letter *text, int n, Str *ou
     }
     for (size_t i = 0; i < kept; i++) utf8_put(out, (uint32_t)a.p[i]);
     free(a.p), free(marks.p);
+    return str_span(out);
 }
 // ---- Re: a matcher for what pre-tokenisers use. Escapes begin with %, which C leaves alone.
 //   pattern = branch { "|" branch }                 the first branch that fits is taken
@@ -4251,6 +4251,8 @@ static void letters_compose(const Unicode *u, const Letter *text, int n, Str *ou
 //   set     = "[" ["^"] { member ["-" member] } "]" | member
 //   member  = character | "%" letter of re_classes | "%" other character
 // A group gives nothing back of what it took. The patterns are ours (a table below): trusted.
+typedef struct { uint32_t code; uint8_t class, bytes, cut; } Letter; // cut: a word begins with it
+
 typedef struct {
     const Letter *text;
     int begin, end;          // of the fragment; look-around sees no more of the text
@@ -4265,28 +4267,18 @@ static const uint16_t re_classes[128] = {                   // \p{L} is %L here,
 };
 #undef BIT
 
-// Is l the member at *p? Moves *p past it. *literal: its code if it may begin a range, or 0.
-static bool re_member(const char **p, Letter l, uint32_t *literal) {
-    bool escape = **p == '%';
-    uint16_t classes = escape ? re_classes[(uint8_t)(*p)[1]] : 0;
-    *p += escape, *literal = 0;
-    if (classes) return (*p)++, classes >> l.class & 1;
-    *p += utf8_next(*p, 4, literal);
-    return *literal == l.code;
-}
-
 static bool re_set(const char *p, Letter l) { // does the set at p hold l?
-    uint32_t lo, hi;
-    if (*p != '[') return re_member(&p, l, &lo);
-    bool negated = *++p == '^', hit = false;
-    if (negated) p++;
-    while (*p != ']' && !hit) {
-        hit = re_member(&p, l, &lo);
-        if (*p == '-' && lo) {
-            p++, hit |= re_member(&p, l, &hi);
-            hit |= l.code >= lo && l.code <= hi;
-        }
-    }
+    bool many = *p == '[', negated = many && p[1] == '^', hit = false;
+    p += many + negated;
+    do {
+        uint16_t classes = *p == '%' ? re_classes[(uint8_t)p[1]] : 0;
+        uint32_t lo = 0, hi;
+        p += *p == '%';
+        p += classes ? 1 : utf8_next(p, 4, &lo);
+        bool range = many && *p == '-' && !classes;
+        if (range) p++, p += *p == '%', p += utf8_next(p, 4, &hi);
+        hit = classes ? classes >> l.class & 1 : l.code >= lo && l.code <= (range ? hi : lo);
+    } while (many && *p != ']' && !hit);
     return hit != negated;
 }
 
@@ -4336,21 +4328,30 @@ static int re_match(Re *r, const char *p, int i) { // the same for a pattern: it
     }
 }
 
-// Cuts n letters into words: cut[i] != 0 where one begins. Matches become words, gaps between
+// The n letters of a text, behind them one more, cut into words. Matches become words, gaps between
 // matches too; each pattern is run on every piece that the earlier ones left.
-static void re_cut(const char *const *patterns, const Letter *text, int n, uint8_t *cut) {
+static Letter *letters_cut(const Unicode *u, Span text, const char *const *patterns, int *n) {
+    Letter *letter = xalloc(text.n + 1, sizeof *letter);
+    *n = 0;
+    for (size_t at = 0; at < text.n; at += letter[(*n)++].bytes) {
+        uint32_t code;
+        uint8_t bytes = (uint8_t)utf8_next(text.p + at, text.n - at, &code);
+        letter[*n] = (Letter){code, u->of[code] & 15, bytes, 0};
+    }
+    letter[*n].cut = 1;
     for (; *patterns; patterns++) {
-        Re r = {.text = text};
-        for (int i = 0; i < n;) {
-            const uint8_t *next = memchr(cut + i + 1, 1, (size_t)(n - i - 1));
-            r.begin = i, r.end = next ? (int)(next - cut) : n;
+        Re r = {.text = letter};
+        for (int i = 0; i < *n;) {
+            r.begin = i, r.end = i + 1;
+            while (!letter[r.end].cut) r.end++;
             while (i < r.end) {
                 int end = re_match(&r, *patterns, i);
-                if (end > i) cut[i] = cut[end] = 1; // cut has n + 1 places
+                if (end > i) letter[i].cut = letter[end].cut = 1;
                 i = MAX(end, i + 1);
             }
         }
     }
+    return letter;
 }
 
 // ---- the expressions, as their authors wrote them (llama.cpp: src/llama-vocab.cpp and the models'
@@ -4421,8 +4422,7 @@ static const Pretok pretok[] = {
      {RE_ENDINGS "|" RE_WORDS("%N") "[\r\n]*|%s*[\r\n]" RE_SPACES}},
     {"exaone-moe", 0,
      {RE_ENDINGS "|[^\r\n%L%N]?(?:%L%M*(?: %L%M*)*)+|%N" RE_MARKS "[\r\n/]?|%s*[\r\n]" RE_SPACES}},
-    {"tekken", PRE_WHOLE | PRE_BOS,
-     {RE_CASED("%o%M", "", "%N") "[\r\n/]*" RE_LINES}},
+    {"tekken", PRE_WHOLE | PRE_BOS, {RE_CASED("%o%M", "", "%N") "[\r\n/]*" RE_LINES}},
     {"gpt-4o llama4 kanana2 talkie minimax-m2 granite-embed-multi-97m", PRE_WHOLE,
      {RE_GPT4O("%N{1,3}")}},
     {"tiny_aya cohere2moe", 0, {RE_THREES("[%L%M%N_]"), RE_GPT4O("%N{1,3}")}},
@@ -4440,8 +4440,7 @@ static const Pretok pretok[] = {
       "%s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
       "(?<!%s)%s+(?![%s%S])", RE_CJK, "%N+"}},
     {"deepseek-coder", 0, {"[\r\n]", "%s?%L+", "%s?%P+", RE_CJK, "%N"}},
-    {"deepseek-v3 hunyuan-dense joyai-llm hy_v4", 0,
-     {"%N{1,3}", RE_KANA, RE_DEEPSEEK RE_TAIL}},
+    {"deepseek-v3 hunyuan-dense joyai-llm hy_v4", 0, {"%N{1,3}", RE_KANA, RE_DEEPSEEK RE_TAIL}},
     {"spark2_5", 0, {"%N{1,3}", RE_KANA, RE_DEEPSEEK "|[\r\n]" RE_SPACES, "%N"}},
     {"afmoe", 0,
      {RE_THREES("%N"), "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff"
@@ -4491,10 +4490,6 @@ static int tok_find_piece(const Vocab *v, Span text) { // only what merging may 
     return type == TYPE_CONTROL || type == TYPE_UNKNOWN || type == TYPE_BYTE ? NO_TOKEN : id;
 }
 
-static int tok_find_text(const Vocab *v, const char *text) {
-    return tok_find(v, (Span){text, strlen(text)});
-}
-
 // Byte-level BPE writes each byte as one printable character: those of Latin-1 that print stand for
 // themselves, the other 68 bytes are U+0100, U+0101, ... in order (a space is U+0120).
 static uint32_t byte_to_code(uint8_t b) {
@@ -4509,8 +4504,6 @@ static int code_to_byte(uint32_t c) { // or -1
 static bool span_at(Span s, size_t i, Span part) { // does part stand at byte i of s?
     return part.n <= s.n - i && s.p[i] == *part.p && !memcmp(s.p + i, part.p, part.n);
 }
-
-static Span tok_space(const Vocab *v) { return v->bin ? SPAN(" ") : SPAN(TOK_BAR); }
 
 // ---- building one
 static void vocab_new(Vocab *v, int size, bool scores) {
@@ -4532,7 +4525,7 @@ static void vocab_index(Vocab *v) {
     for (int b = 0; b < 256 && v->kind == VOCAB_SPM; b++) {
         char text[8];
         snprintf(text, sizeof text, "<0x%02X>", (unsigned)b);
-        int id = tok_find_text(v, text);
+        int id = tok_find(v, (Span){text, 6});
         if (id >= 0 && v->type[id] == TYPE_NORMAL) v->type[id] = TYPE_BYTE;
         v->byte_id[b] = id >= 0 && v->type[id] == TYPE_BYTE ? id : NO_TOKEN;
     }
@@ -4541,14 +4534,12 @@ static void vocab_index(Vocab *v) {
 // What encoding asks before it looks a text up: could a special token begin with these two bytes,
 // could a token join this byte to a space after it?
 static void vocab_hints(Vocab *v) {
-    Span space = tok_space(v);
     v->longest = xalloc(1 << 16, 1);
     for (int id = 0; id < v->size; id++) {
         Span s = v->text[id];
         for (size_t i = 1; v->kind == VOCAB_SPM && i < s.n; i++)
-            if (span_at(s, i, space)) v->glue[(uint8_t)s.p[i - 1]] = true;
-        int type = v->type[id];
-        bool special = type == TYPE_CONTROL || type == TYPE_UNKNOWN || type == TYPE_USER;
+            if (span_at(s, i, v->space)) v->glue[(uint8_t)s.p[i - 1]] = true;
+        bool special = v->type[id] >= TYPE_UNKNOWN && v->type[id] <= TYPE_USER;
         if (!special || !s.n || s.n > UINT8_MAX) continue;
         int at = (uint8_t)s.p[0] << 8, end = at + 255;
         if (s.n > 1) at = end = at | (uint8_t)s.p[1];
@@ -4597,10 +4588,9 @@ static void vocab_read_merges(Vocab *v, Reader r, uint64_t n) {
 // the order of the merges then, only pieces of spaces come last (verified with three vocabularies).
 static void vocab_repair_scores(Vocab *v) {
     float low = INFINITY, high = -INFINITY;
-    for (int id = 0; id < v->size; id++) {
-        float score = v->score[id];
-        if (v->type[id] == TYPE_NORMAL) low = MIN(low, score), high = MAX(high, score);
-    }
+    for (int id = 0; id < v->size; id++)
+        if (v->type[id] == TYPE_NORMAL)
+            low = MIN(low, v->score[id]), high = MAX(high, v->score[id]);
     for (int id = 0; id < v->size && low == high; id++) {
         Span s = v->text[id];
         size_t i = 0;
@@ -4625,7 +4615,6 @@ static void vocab_control(Vocab *v, int id, bool stop) { // does it end a reply 
     if (id >= 0) v->type[id] = TYPE_CONTROL, v->stop[id] |= stop;
 }
 
-// Special ids by key and by text.
 static void vocab_specials(Vocab *v, const Gguf *g, Str *warnings) {
     static const char *const names[] = {"unknown", "bos", "eos", "eot", "eom", "fim_pad", "fim_rep",
                                         "fim_sep"};
@@ -4642,11 +4631,11 @@ static void vocab_specials(Vocab *v, const Gguf *g, Str *warnings) {
     }
     v->unk = ids[0], v->bos = ids[1], v->eos = ids[2];
     for (int i = 0; i < COUNT(tok_controls); i++)
-        vocab_control(v, tok_find_text(v, tok_controls[i]), i >= 4);
-    int s = tok_find_text(v, "</s>"), end = tok_find_text(v, "<|end|>");
+        vocab_control(v, tok_find(v, (Span){tok_controls[i], strlen(tok_controls[i])}), i >= 4);
+    int s = tok_find(v, SPAN("</s>")), end = tok_find(v, SPAN("<|end|>"));
     if (s >= 0 && v->type[s] == TYPE_CONTROL) v->stop[s] = true;
-    bool harmony = tok_find_text(v, "<|return|>") >= 0 && tok_find_text(v, "<|call|>") >= 0;
-    bool solar = tok_find_text(v, "<|flush|>") >= 0 && tok_find_text(v, "<|calls|>") >= 0;
+    bool harmony = tok_find(v, SPAN("<|return|>")) >= 0 && tok_find(v, SPAN("<|call|>")) >= 0;
+    bool solar = tok_find(v, SPAN("<|flush|>")) >= 0 && tok_find(v, SPAN("<|calls|>")) >= 0;
     if ((harmony || solar) && end >= 0 && end != v->eos) v->stop[end] = false; // of one message
 }
 
@@ -4658,7 +4647,7 @@ static void vocab_from_gguf(Vocab *v, const Gguf *g, Str *warnings) {
     uint64_t n_merges = gguf_array(g, "tokenizer.ggml.merges", GGUF_STRING, &merges);
     uint64_t n_scores = gguf_array(g, "tokenizer.ggml.scores", GGUF_F32, &scores);
     uint64_t n_types = gguf_array(g, "tokenizer.ggml.token_type", GGUF_I32, &types);
-    *v = (Vocab){.bos = NO_TOKEN, .eos = NO_TOKEN, .unk = NO_TOKEN};
+    *v = (Vocab){.bos = NO_TOKEN, .eos = NO_TOKEN, .unk = NO_TOKEN, .space = SPAN(TOK_BAR)};
     if (span_is(model, "no_vocab") || span_is(model, "none") || (!model.n && !n)) return;
     bool spm = span_is(model, "llama"), gemma4 = span_is(model, "gemma4");
     if (!spm && !gemma4 && !span_is(model, "gpt2"))
@@ -4691,17 +4680,17 @@ static void vocab_from_gguf(Vocab *v, const Gguf *g, Str *warnings) {
     else vocab_read_merges(v, merges, n_merges);
     if (v->kind == VOCAB_BPE) v->uni = uni_new();
     int add_bos = gguf_int(g, "tokenizer.ggml.add_bos_token", 0, 1, -1);
-    v->add_bos = gemma4 || (add_bos < 0 ? flags & PRE_BOS : add_bos);
-    v->add_eos = gguf_int(g, "tokenizer.ggml.add_eos_token", 0, 1, 0);
+    v->add_bos = v->bos >= 0 && (gemma4 || (add_bos < 0 ? flags & PRE_BOS : add_bos));
+    v->add_eos = v->eos >= 0 && gguf_int(g, "tokenizer.ggml.add_eos_token", 0, 1, 0);
     v->space_prefix = spm && gguf_int(g, "tokenizer.ggml.add_space_prefix", 0, 1, 1);
-    v->strip_after = spm && tok_find_text(v, "<|placeholder1|>") >= 0; // Phi-3
+    v->strip_after = spm && tok_find(v, SPAN("<|placeholder1|>")) >= 0; // Phi-3
 }
 
 // llama2.c's tokenizer.bin: u32 longest, then for each token f32 score, i32 length, bytes. How many
 // there are is for the model to say. Ids 1 and 2 are BOS and EOS, whatever their texts; these have
 // newlines around them for display, which tok_piece puts back.
 static void vocab_from_bin(Vocab *v, Reader *r, int vocab_size) {
-    *v = (Vocab){.kind = VOCAB_SPM, .bin = true, .add_bos = true, .space_prefix = true};
+    *v = (Vocab){.kind = VOCAB_SPM, .bin = true, .space = SPAN(" "), .space_prefix = true};
     vocab_new(v, vocab_size, true);
     uint64_t longest = rd_uint(r, 4), n = 0;
     for (; !r->error && r->at < r->size; n++) {
@@ -4721,6 +4710,7 @@ static void vocab_from_bin(Vocab *v, Reader *r, int vocab_size) {
     vocab_index(v);
     vocab_hints(v);
     v->unk = 0, v->bos = vocab_size > 1 ? 1 : NO_TOKEN, v->eos = vocab_size > 2 ? 2 : NO_TOKEN;
+    v->add_bos = v->bos >= 0;
     vocab_control(v, v->eos, true);
 }
 
@@ -4738,7 +4728,7 @@ typedef struct { // memory that the words of one text share
     Symbol *symbol;          // [cap]
     size_t cap;
     Heap heap;
-    uint8_t *whole;          // [size] does merging a token's text give it? 0 unknown, 1 yes, 2 no
+    bool *whole;             // [size] merging this token's text is known to give it
 } Encoder;
 
 // Enters the pair that begins at byte i. Order: score from high to low or rank from low to high,
@@ -4750,11 +4740,8 @@ static void tok_pair(Encoder *e, Span word, uint32_t i) {
     if (i + s->length == word.n) return;
     int id = tok_find_piece(v, (Span){word.p + i, s->length + next->length});
     if (id < 0) return;
-    if (v->score) {
-        float order = 0.0f - v->score[id];
-        memcpy(&s->order, &order, 4);
-        s->order ^= s->order >> 31 ? 0xFFFFFFFF : 0x80000000; // bits that sort as the numbers do
-    } else {
+    if (v->score) s->order = (uint32_t)best_first(v->score[id]);
+    else {
         int32_t m = v->merge_of[id];
         while (m >= 0 && v->merge[m].left != s->length) m = v->merge[m].next;
         s->order = (uint32_t)m; // -1 is NEVER
@@ -4775,7 +4762,7 @@ static void tok_add(const Vocab *v, Span s, Ids *out) {
 }
 
 static void tok_merge(Encoder *e, Span word) { // appends the ids of one word
-    e->symbol = grown(e->symbol, &e->cap, word.n, sizeof *e->symbol);
+    e->symbol = grown(e->symbol, &e->cap, word.n + 1, sizeof *e->symbol); // one to write behind
     Symbol *s = e->symbol;
     uint32_t n = (uint32_t)word.n, before = 0, code;
     for (uint32_t i = 0; i < n; i += before) {
@@ -4788,8 +4775,7 @@ static void tok_merge(Encoder *e, Span word) { // appends the ids of one word
         uint32_t i = (uint32_t)key, next = i + s[i].length;
         if (s[i].order != key >> 32) continue; // the symbol is gone or has grown since
         s[i].length += s[next].length, s[next].order = NEVER;
-        next = i + s[i].length;
-        if (next < n) s[next].before = s[i].length;
+        s[i + s[i].length].before = s[i].length;
         tok_pair(e, word, i);
         if (i) tok_pair(e, word, i - s[i].before);
     }
@@ -4801,59 +4787,48 @@ static void tok_merge(Encoder *e, Span word) { // appends the ids of one word
 // prose twice as fast.
 static void tok_word(Encoder *e, Span word) {
     int id = tok_find_piece(e->v, word);
-    if (id >= 0 && (e->whole[id] == 1 || (e->v->pre && e->v->pre->flags & PRE_WHOLE))) {
+    if (id >= 0 && (e->whole[id] || (e->v->pre && e->v->pre->flags & PRE_WHOLE))) {
         ids_add(e->out, id);
         return;
     }
     size_t before = e->out->n;
     tok_merge(e, word);
-    if (id >= 0) e->whole[id] = e->out->n == before + 1 && e->out->p[before] == id ? 1 : 2;
+    if (id >= 0) e->whole[id] = e->out->n == before + 1 && e->out->p[before] == id;
 }
 
 // SentencePiece: spaces become U+2581 and one may go in front. The text is cut before a space that
 // no token could join to what stands before it: small heaps, and words that `whole` knows.
 static void tok_spaced(Encoder *e, Span raw) {
     const Vocab *v = e->v;
-    Span space = tok_space(v);
-    Str *s = &e->text;
-    s->n = 0;
-    if (v->space_prefix) str_add(s, space.p, space.n);
+    Str *word = &e->text;
+    word->n = 0;
+    if (v->space_prefix) str_add(word, v->space.p, v->space.n);
     for (size_t i = 0; i < raw.n; i++) {
-        bool bar = span_at(raw, i, SPAN(TOK_BAR)); // a space for SentencePiece
-        if (bar || raw.p[i] == ' ') str_add(s, space.p, space.n), i += bar ? 2 : 0;
-        else str_add(s, raw.p + i, 1);
+        bool bar = span_at(raw, i, SPAN(TOK_BAR)), space = bar || raw.p[i] == ' '; // the same here
+        Span next = space ? v->space : (Span){raw.p + i, 1};
+        if (space && word->n && !v->glue[(uint8_t)word->p[word->n - 1]])
+            tok_word(e, str_span(word)), word->n = 0;
+        str_add(word, next.p, next.n), i += bar ? 2 : 0;
     }
-    Span text = {s->p, s->n};
-    for (size_t i = 1, from = 0; i <= text.n; i++) {
-        if (i < text.n && (v->glue[(uint8_t)text.p[i - 1]] || !span_at(text, i, space))) continue;
-        tok_word(e, (Span){text.p + from, i - from});
-        from = i;
-    }
+    tok_word(e, str_span(word));
 }
 
 // Byte-level BPE: cuts the text into words by `pre` and maps their bytes.
-static void tok_words(Encoder *e, Span raw, bool composed) {
+static void tok_words(Encoder *e, Span raw) {
     const Vocab *v = e->v;
-    Letter *letter = xalloc(raw.n, sizeof *letter);
-    uint8_t *cut = xalloc(raw.n + 1, 1);
-    int all, n = letters_from(letter, v->uni, raw, &all);
-    if (v->pre->flags & PRE_NFC && all & UNI_UNSTABLE && !composed) {
-        Str text = {0};
-        letters_compose(v->uni, letter, n, &text);
-        tok_words(e, (Span){text.p, text.n}, true);
-        str_free(&text);
-        n = 0;
-    }
-    re_cut(v->pre->patterns, letter, n, cut);
+    Str composed = {0};
+    if (v->pre->flags & PRE_NFC) raw = text_compose(v->uni, raw, &composed);
+    int n;
+    Letter *letter = letters_cut(v->uni, raw, v->pre->patterns, &n);
     for (int i = 0; i < n;) {
         const char *p = raw.p;
-        do raw.p += letter[i++].bytes;
-        while (i < n && !cut[i]);
+        do raw.p += letter[i].bytes;
+        while (!letter[++i].cut);
         e->text.n = 0;
         for (; p < raw.p; p++) utf8_put(&e->text, byte_to_code((uint8_t)*p));
-        tok_word(e, (Span){e->text.p, e->text.n});
+        tok_word(e, str_span(&e->text));
     }
-    free(letter), free(cut);
+    free(letter), str_free(&composed);
 }
 
 // ---- encoding
@@ -4879,13 +4854,13 @@ static int special_at(const Vocab *v, Span rest, const uint8_t *typed, int flags
 static void tok_encode(const Vocab *v, Span text, const uint8_t *typed, int flags, Ids *out) {
     if (v->kind == VOCAB_NONE) die("the model has no tokenizer: give token ids (--ids)");
     if (text.n > TOK_MAX_TEXT) die("a text of %zu bytes; at most %d", text.n, TOK_MAX_TEXT);
-    Encoder e = {.v = v, .out = out, .whole = xalloc((size_t)v->size, 1)};
+    Encoder e = {.v = v, .out = out, .whole = xalloc((size_t)v->size, sizeof *e.whole)};
     for (size_t i = 0, from = 0; i <= text.n && text.n; i++) {
         Span rest = {text.p + i, text.n - i}, raw = {text.p + from, i - from};
         int id = rest.n ? special_at(v, rest, typed ? typed + i : NULL, flags) : NO_TOKEN;
         if (id < 0 && rest.n) continue;
         if (raw.n && v->kind == VOCAB_SPM) tok_spaced(&e, raw);
-        else if (raw.n) tok_words(&e, raw, false);
+        else if (raw.n) tok_words(&e, raw);
         if (id < 0) break;
         ids_add(out, id);
         from = i + v->text[id].n;
@@ -4897,23 +4872,19 @@ static void tok_encode(const Vocab *v, Span text, const uint8_t *typed, int flag
     free(e.symbol), free(e.heap.p), free(e.whole), str_free(&e.text);
 }
 
-static void tok_bos(const Vocab *v, Ids *out) {
-    if (v->add_bos && v->bos >= 0) ids_add(out, v->bos);
-}
-
 // ---- decoding
 // Appends the bytes of a token. prev: the id before it, -1 if there is none: at the beginning, and
 // after BOS, the space that encoding put in front of the text is taken away again.
 static void tok_piece(const Vocab *v, int id, int prev, Str *out) {
     if (id < 0 || id >= v->size) return; // rows that pad the embedding
-    Span s = v->text[id], space = tok_space(v);
+    Span s = v->text[id];
     int type = v->type[id];
     bool around = v->bin && type == TYPE_CONTROL, first = prev < 0 || prev == v->bos;
     if (type != TYPE_NORMAL && type != TYPE_USER && type != TYPE_BYTE && !v->bin) return;
     if (type == TYPE_BYTE) str_add(out, &(char){(char)strtol(s.p + 3, NULL, 16)}, 1), s.n = 0;
     if (around) str_add(out, "\n", 1);
-    if (v->space_prefix && first && type == TYPE_NORMAL && s.n && span_at(s, 0, space))
-        s.p += space.n, s.n -= space.n;
+    if (v->space_prefix && first && type == TYPE_NORMAL && s.n && span_at(s, 0, v->space))
+        s.p += v->space.n, s.n -= v->space.n;
     for (uint32_t code; s.n;) {
         size_t n = (size_t)utf8_next(s.p, s.n, &code);
         int byte = v->kind == VOCAB_BPE ? code_to_byte(code) : code == 0x2581 ? ' ' : -1;
@@ -4963,8 +4934,11 @@ static size_t stream_ready(Stream *s, bool end) {
     return s->held.n;
 }
 
-static Span stream_take(Stream *s, bool end) { // end: nothing waits any more
+// Adds bytes and returns what may be shown now (valid until the next call). end: the last of them,
+// nothing waits any more.
+static Span stream_push(Stream *s, Span bytes, bool end) {
     size_t at = 0;
+    if (!s->stopped) str_add(&s->raw, bytes.p, bytes.n);
     for (uint32_t code; at < s->raw.n;) { // whole characters go from raw to held
         const char *p = s->raw.p + at;
         int n = utf8_length(p, s->raw.n - at);
@@ -4979,13 +4953,6 @@ static Span stream_take(Stream *s, bool end) { // end: nothing waits any more
     return (Span){s->held.p, s->shown};
 }
 
-// Adds bytes and returns what may be shown now (valid until the next call).
-static Span stream_push(Stream *s, Span bytes) {
-    if (!s->stopped) str_add(&s->raw, bytes.p, bytes.n);
-    return stream_take(s, false);
-}
-
-static Span stream_flush(Stream *s) { return stream_take(s, true); } // the rest, at the end
 static void stream_free(Stream *s) { str_free(&s->raw), str_free(&s->held); }
 /* ------------------------------------------------------------------------------------------------
  * Chapter 9. Choosing a token
@@ -4999,28 +4966,14 @@ static void stream_free(Stream *s) { str_free(&s->raw), str_free(&s->held); }
  */
 enum { PENALTY_WINDOW = 64 };           // tokens that the repetition penalty looks back on
 
-typedef struct { float p; int id; } Candidate;
-
 typedef struct {
     float temperature, top_p, min_p, repeat_penalty;
     int top_k;
     uint64_t rng;
     int isa;                            // of the exponentials
-    Candidate *list;                    // (vocab_size)
+    uint64_t *list;                     // (vocab_size) candidates: best_first << 32 | id
+    Heap heap;
 } Sampler;
-
-static bool candidate_before(Candidate a, Candidate b) { // falling probability, then rising id
-    return a.p > b.p || (a.p == b.p && a.id < b.id);
-}
-
-static void best_sink(Candidate *heap, int n, int i) { // the best on top
-    Candidate c = heap[i];
-    for (int child; (child = 2 * i + 1) < n; heap[i] = heap[child], i = child) {
-        if (child + 1 < n && candidate_before(heap[child + 1], heap[child])) child++;
-        if (!candidate_before(heap[child], c)) break;
-    }
-    heap[i] = c;
-}
 
 static void penalise(float *logits, int n, const int *recent, int n_recent, float penalty) {
     int from = MAX(0, n_recent - PENALTY_WINDOW);
@@ -5039,21 +4992,15 @@ static int argmax(int isa, const float *logits, int n) {
     return best;
 }
 
-// Moves the best of list[0 .. n) to its front, best first: at most `most`, and no more than it
+// Leaves the best of n candidates in the list, best first: at most `most`, and no more than it
 // takes for their sum to pass `enough`. Gives their number.
-static int keep_best(Candidate *list, int n, int most, float enough, float *sum) {
-    int left = n;
-    for (int i = n / 2 - 1; i >= 0; i--) best_sink(list, n, i);
-    for (*sum = 0; left > 0 && n - left < most && *sum <= enough;) {
-        Candidate best = list[0];
-        list[0] = list[--left], list[left] = best; // taken ones gather behind the heap, best last
-        best_sink(list, left, 0);
-        *sum += best.p;
-    }
-    int kept = n - left;
-    for (int i = 0; i < MIN(kept, n / 2); i++) {   // turned round
-        Candidate c = list[i];
-        list[i] = list[n - 1 - i], list[n - 1 - i] = c;
+static int keep_best(Sampler *s, int n, int most, float enough, float *sum) {
+    int kept = 0;
+    s->heap.n = 0;
+    for (int i = 0; i < n; i++) heap_push(&s->heap, s->list[i]);
+    for (*sum = 0; kept < MIN(n, most) && *sum <= enough; kept++) {
+        s->list[kept] = heap_pop(&s->heap);
+        *sum += best_first_value(s->list[kept] >> 32);
     }
     return kept;
 }
@@ -5075,10 +5022,10 @@ static int sample(Sampler *s, float *logits, int n, const int *recent, int n_rec
     int top = argmax(s->isa, logits, n);
     if (s->temperature == 0) return top;
 
-    for (int i = 0; i < n; i++) s->list[i] = (Candidate){logits[i], i};
+    for (int i = 0; i < n; i++) s->list[i] = best_first(logits[i]) << 32 | (uint32_t)i;
     float total;
-    int size = s->top_k > 0 && s->top_k < n ? keep_best(s->list, n, s->top_k, INFINITY, &total) : n;
-    for (int i = 0; i < size; i++) logits[i] = s->list[i].p / s->temperature;
+    int size = s->top_k > 0 && s->top_k < n ? keep_best(s, n, s->top_k, INFINITY, &total) : n;
+    for (int i = 0; i < size; i++) logits[i] = best_first_value(s->list[i] >> 32) / s->temperature;
     float max = vec_ops[s->isa].row_max(logits, 0, size);
     if (!isfinite(max)) return top;     // so low a temperature that the division overflowed
     float sum = vec_ops[s->isa].exps(logits, 0, size, max), best = 1 / sum;
@@ -5088,15 +5035,17 @@ static int sample(Sampler *s, float *logits, int n, const int *recent, int n_rec
     int kept = 0;
     total = 0;
     for (int i = 0; i < size; i++) {
-        Candidate c = {logits[i] / sum, s->list[i].id};
-        if (c.p >= least || c.p >= best) s->list[kept++] = c, total += c.p;
+        float p = logits[i] / sum;
+        if (p < least && p < best) continue;
+        s->list[kept++] = best_first(p) << 32 | (uint32_t)s->list[i];
+        total += p;
     }
-    if (s->top_p > 0 && s->top_p < 1) kept = keep_best(s->list, kept, kept, s->top_p, &total);
+    if (s->top_p > 0 && s->top_p < 1) kept = keep_best(s, kept, kept, s->top_p, &total);
     else if (kept == size) total = 1;   // nothing was left out: the whole of the softmax
     float coin = rng_float(&s->rng) * total, reached = 0;
-    for (int i = 0; i < kept; i++)
-        if (coin < (reached += s->list[i].p)) return s->list[i].id;
-    return s->list[kept - 1].id;                            // rounding left a gap at the end
+    int i = 0;                          // the last one, where rounding left a gap at the end
+    while (i < kept - 1 && coin >= (reached += best_first_value(s->list[i] >> 32))) i++;
+    return (int)(uint32_t)s->list[i];
 }
 /* ------------------------------------------------------------------------------------------------
  * Chapter 10. Sessions
@@ -5506,7 +5455,7 @@ static Form form_new(const Template *t, const Vocab *v, Span file, int think, co
 static const Template *template_of(const Model *m, bool quiet) {
     const Template *t = m->gguf ? template_find(m->chat_template) : template_named("llama2");
     if (t) return t;
-    t = template_named(tok_find_text(&m->vocab, "<|im_start|>") >= 0 ? "chatml" : "plain");
+    t = template_named(tok_find(&m->vocab, SPAN("<|im_start|>")) >= 0 ? "chatml" : "plain");
     if (!quiet)
         warn_line("%s: %s; the chat uses the form `%s` (--template NAME forces another)",
                   m->file.name, m->chat_template.n ? "a chat template of an unknown kind"
@@ -5708,9 +5657,9 @@ static Ids input_ids(const Options *o, const Model *m) {
         ids_add(&ids, (int)id), p = stop;
     }
     if (o->ids) return ids;
-    if (!o->no_bos) tok_bos(&m->vocab, &ids);
+    if (!o->no_bos && m->vocab.add_bos) ids_add(&ids, m->vocab.bos);
     tok_encode(&m->vocab, str_span(&text), NULL, o->special ? TOK_SPECIAL : 0, &ids);
-    if (m->vocab.add_eos && m->vocab.eos >= 0) ids_add(&ids, m->vocab.eos);
+    if (m->vocab.add_eos) ids_add(&ids, m->vocab.eos);
     return ids;
 }
 
@@ -5788,7 +5737,7 @@ static Sampler start_sampler(const Options *o, const Session *s, bool chat) {
         .temperature = (float)use.temperature, .top_p = (float)use.top_p,
         .min_p = (float)use.min_p, .repeat_penalty = (float)use.repeat_penalty,
         .top_k = (int)use.top_k, .rng = seed, .isa = s->team.isa,
-        .list = xalloc((size_t)s->model->config.vocab_size, sizeof(Candidate)),
+        .list = xalloc((size_t)s->model->config.vocab_size, sizeof(uint64_t)),
     };
 }
 
@@ -5818,7 +5767,7 @@ static Speaker speaker_new(const Options *o, const Model *m, int positions, bool
     return s;
 }
 
-static void speaker_put(Speaker *s, Span text) { put(stream_push(&s->stream, text)); }
+static void speaker_put(Speaker *s, Span text) { put(stream_push(&s->stream, text, false)); }
 
 // Gives out what is new in a chat's reply: thinking where it is to be shown, and the answer.
 static void speaker_reply(Speaker *s, bool end) {
@@ -5879,7 +5828,7 @@ static void speak(Speaker *s) {
     }
     s->made += (double)(ids->n - before), s->made_s += now() - start;
     if (s->form.t) speaker_reply(s, true);
-    put(stream_flush(&s->stream));
+    put(stream_push(&s->stream, SPAN(""), true));
     put(SPAN("\n"));
 }
 
@@ -6054,7 +6003,7 @@ static void cmd_score(const Options *o, const Model *m) {
     Ids ids = input_ids(o, m);
     int context = context_size(o, m, SCORE_PIECE), vocab = m->config.vocab_size, row = 0;
     int64_t n = (int64_t)ids.n, size = MIN(n, context);
-    bool pieces = n > context, bos = m->vocab.add_bos && m->vocab.bos >= 0 && !o->no_bos && !o->ids;
+    bool pieces = n > context, bos = m->vocab.add_bos && !o->no_bos && !o->ids;
     if (n < 2) die("score: the text has %zu tokens, at least 2 are needed", ids.n);
     if (pieces && o->logits)
         die("--logits: the text has %zu tokens, the context %d positions: use -c %zu", ids.n,

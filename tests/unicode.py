@@ -16,8 +16,8 @@ CLASSES = ["Lu Lt", "Ll", "Lo Lm", "Han", "M", "N", "P", "S", "space"]  # from 1
 M = 5
 SPACE = {*range(9, 14), 32, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000}
 HAN = [(0x3005, 0x3005), (0x303B, 0x303B), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x323AF)]
-COUNT, BASE, LEAST, CAP = 0x110000, 90, 1 << 24, 64
-ALPHABET = [chr(c) for c in range(35, 127) if chr(c) not in "?\\"]  # no quotes, escapes or trigraphs
+COUNT, BASE, LEAST, CAP = 0x110000, 91, 1 << 24, 64
+ALPHABET = [chr(c) for c in range(33, 127) if chr(c) not in '"?\\']  # no quotes, escapes or trigraphs
 
 def class_of(c):
     k = "space" if c in SPACE else u.category(chr(c))
@@ -47,7 +47,7 @@ class Packer:  # pack() when `text` is None, else unpack
         n, length, value = n + 1, 0, 1
         while self.bit((kind, length, 0), length < n.bit_length() - 1): length += 1
         for i in reversed(range(length)):
-            value = 2 * value + self.bit((kind, length, min(value, CAP - 1)), n >> i & 1)
+            value = 2 * value + self.bit((kind, length, value if value < CAP else CAP + i), n >> i & 1)
         return value - 1
 
     def finish(self):
@@ -67,41 +67,38 @@ assert not any(x[1] in splits for x in splits.values() if len(x) > 1)
 
 def walk(p):  # the same order packs and unpacks: unpacking, what is handed in is not looked at
     out_class, out_ccc, out_splits = [], {}, {}
-    a = b = k = 0
+    k = 0
     while len(out_class) < COUNT:
         at = n = len(out_class)
-        if not p.text:
-            k = classes[at]
-            while n < COUNT and classes[n] == k: n += 1
-        k = p.number(10 * a + b, k)
-        n = p.number(100 + k, n - at - 1) + 1
+        while n < COUNT and classes[n] == classes[at]: n += 1
+        k = p.number(k, classes[at])
+        n = p.number(10 + k, n - at - 1) + 1
         out_class += [k] * n
         if k == M:
-            for c in range(at, at + n): out_ccc[c] = p.number(200 + out_ccc.get(c - 1, 0), ccc[c])
-        a, b = b, k
+            for c in range(at, at + n): out_ccc[c] = p.number(40 + out_ccc.get(c - 1, 0), ccc[c])
     seconds = SECONDS[:4]
-    for i in range(4, len(SECONDS)): seconds.append(seconds[-1] + p.number(110, SECONDS[i] - SECONDS[i - 1]))
+    for i in range(4, len(SECONDS)): seconds.append(seconds[-1] + p.number(20, SECONDS[i] - SECONDS[i - 1]))
     c = place = apart = 0
     last = [0] * 5
     for code in sorted(splits):
         first = splits[code][0]
         second = splits[code][1] if len(splits[code]) > 1 else block(first)
-        c += p.number(111, code - c)
-        place = p.number(112 + min(place, 2), 0 if p.text else seconds.index(second))
+        c += p.number(21, code - c)
+        place = p.number(22 + min(place, 2), 0 if p.text else seconds.index(second))
         second = seconds.pop(place)
         seconds.insert(0, second)
         s = min(second, 4)
-        d = p.number(115 + s, zigzag(first - last[s]))
+        d = p.number(27 + s + 5 * min(place, 1), zigzag(first - last[s]))
         last[s] += -(d + 1 >> 1) if d & 1 else d >> 1
         if s == 4:
-            apart = p.number(120 + apart, int(u.normalize("NFC", chr(first) + chr(second)) != chr(code)))
+            apart = p.number(25 + apart, int(u.normalize("NFC", chr(first) + chr(second)) != chr(code)))
         out_splits[c] = (last[s], second, apart) if s == 4 else (last[s],)
     return out_class, out_ccc, out_splits
 
 packer = Packer()
 walk(packer)
 s = packer.finish()
-out_class, out_ccc, out_splits = walk(Packer(s + "#" * 8))
+out_class, out_ccc, out_splits = walk(Packer(s + "!" * 8))
 assert out_class == classes and all(out_ccc.get(c, 0) == ccc[c] for c in range(COUNT))
 assert {c: x[:2] for c, x in out_splits.items()} == splits
 assert all(x[2] == (u.normalize("NFC", chr(x[0]) + chr(x[1])) != chr(c)) for c, x in out_splits.items() if len(x) > 2)
