@@ -1936,11 +1936,11 @@ enum { STEPS_pairs = 16, STEPS_quads = 8, STEPS_octs = 8 }; // words of a row in
         UNROLL for (int c = 0; c < cols; c++)                                                     \
             UNROLL for (int i = 0; i < EACH; i++) s[c][i] = (S##bits){0};                         \
         UNROLL for (int z = 0; z < STEPS_##how; z += 8) /* of each eight, four are a half's */ \
-            UNROLL for (int i = z; i < z + 8 / scales; i++) {                                     \
-                const W##bits *at = (const W##bits *)(w + i * ROWS * 4);                          \
+            UNROLL for (int i = 0; i < 8 / scales; i++) {                                         \
+                const W##bits *at = (const W##bits *)(w + (z + i) * ROWS * 4);                    \
                 UNROLL for (int c = 0; c < cols; c++)                                             \
                     UNROLL for (int y = 0; y < EACH; y++)                                         \
-                        s[c][y] = how##_mul_##bits(s[c][y], at[y], in[c] + 4 * i, flip);          \
+                        s[c][y] = how##_mul_##bits(s[c][y], at[y], in[c] + 4 * (z + i), flip);    \
             }                                                                                     \
         UNROLL for (int c = 0; c < cols; c++)                                                     \
             UNROLL for (int i = 0; i < EACH; i++)                                                 \
