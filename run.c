@@ -1932,11 +1932,12 @@ enum { STEPS_pairs = 16, STEPS_quads = 8, STEPS_octs = 8 }; // words of a row in
                                     const uint8_t *const *in, const int32_t *less, int flip,      \
                                     F##bits *v) {                                                 \
         enum { ROWS = INTEGER_ROWS_##bits, EACH = ROWS * 32 / bits };                             \
+        const int steps = 8 / scales;                                                             \
         S##bits s[COLUMNS_##how##_##bits][EACH];                                                  \
         UNROLL for (int c = 0; c < cols; c++)                                                     \
             UNROLL for (int i = 0; i < EACH; i++) s[c][i] = (S##bits){0};                         \
         UNROLL for (int z = 0; z < STEPS_##how; z += 8) /* of each eight, four are a half's */ \
-            UNROLL for (int i = 0; i < 8 / scales; i++) {                                         \
+            UNROLL for (int i = 0; i < steps; i++) {                                              \
                 const W##bits *at = (const W##bits *)(w + (z + i) * ROWS * 4);                    \
                 UNROLL for (int c = 0; c < cols; c++)                                             \
                     UNROLL for (int y = 0; y < EACH; y++)                                         \
