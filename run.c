@@ -638,12 +638,18 @@ static float f16_at(const uint8_t *p) { return f16_to_f32(u16_at(p)); }
 // bin8, 32 bytes:   | 32 signed bytes |: llama2.c's version 2 where no group crosses a row
 static float bin8_scale(const Tensor *t, const uint8_t *p) {
     size_t k = (size_t)(p - t->data), g = (size_t)t->group;
-    return f32_at(t->scales + 4 * (g & (g - 1) ? k / g : k >> __builtin_ctz((unsigned)g)));
+    return f32_at(t->scales + 4 * (k / g));
 }
 
 INLINE void bin8_scales(const Tensor *t, const uint8_t *p, int n, Group *g) {
-    float d[8];
-    UNROLL for (int i = 0; i < 8; i++) d[i] = i < n ? bin8_scale(t, p + 32 * i) : 0;
+    const size_t k = (size_t)(p - t->data);
+    const int shift = __builtin_ctz((unsigned)t->group);
+    float d[8] = {0};
+    if (n == 8 && t->group == 1 << shift)
+        UNROLL for (int i = 0; i < 8; i++)
+            d[i] = f32_at(t->scales + 4 * ((k + 32 * (size_t)i) >> shift));
+    else
+        for (int i = 0; i < n; i++) d[i] = bin8_scale(t, p + 32 * i);
     memcpy(&g->s[0], d, sizeof d);
 }
 
