@@ -449,10 +449,13 @@ static float rng_float(uint64_t *state) { // [0, 1)
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll(full)")
 #pragma clang diagnostic ignored "-Wpass-failed" // where a count is not known after all
-#define KEEP(v) (void)(v)
 #else
 #define UNROLL _Pragma("GCC unroll 8")
+#endif
+#if defined(__x86_64__) && !defined(__clang__)
 #define KEEP(v) __asm__("" : "+v"(v)) // in its register: gcc re-associates sums, repeats loads
+#else
+#define KEEP(v) (void)(v)
 #endif
 
 #ifdef HAVE_X86
@@ -498,7 +501,7 @@ typedef struct {            // activations: n rows of floats, and the same as 16
     int64_t cols;
     float *x;               // row i at x + i * ldx
     int16_t *q;             // row i at q + i * ldq; a block's 16 even-numbered values, then the odd
-    uint8_t *bytes;         // row i at bytes + 2 * i * ldq: q by bytes (bytes_at)
+    uint8_t *bytes;         // row i at bytes + 2 * i * ldq: the same in another order (pair_at)
     float *dx;              // row i at dx + i * ldb: one scale a block
     int32_t *sum;           // row i at sum + 3 * i * ldb: [3][ldb] a block's first 16, second 16;
                             // of sums() from bytes at offset 128: what they are 128 times too large
@@ -513,6 +516,7 @@ typedef struct {            // y[i][r] = row r of w times row i of x, (n, w->row
 
 typedef uint64_t V64 __attribute__((vector_size(64))); // GNU C's vectors: bytes as words,
 typedef uint64_t V32 __attribute__((vector_size(32)));
+typedef uint64_t V16 __attribute__((vector_size(16)));
 typedef uint32_t V8u __attribute__((vector_size(32))); // and eights of numbers
 typedef int32_t V8i __attribute__((vector_size(32)));
 typedef int32_t V4i __attribute__((vector_size(16)));
@@ -524,8 +528,9 @@ typedef float V8f __attribute__((vector_size(32)));
 typedef double V8d __attribute__((vector_size(64)));
 typedef float V16f __attribute__((vector_size(64)));
 typedef struct {            // eight blocks of 32 weights, opened: one is (u - offset) * s + m
-    V32 u[8];               // a byte a weight; or, where registers are wide,
-    V64 w[4];               // of blocks i and i + 4
+    V32 u[8];               // a byte a weight, a block each; or, paired, of blocks i and i + 4 the
+                            // first halves in u[i] and the second in u[i + 4]; or, where registers
+    V64 w[4];               // are wide, blocks i and i + 4
     V8f s[2], m[2];         // of block i in element i; [1]: of its second 16 weights, in formats
                             // whose scales or minima serve 16
     V8i sc[2], mn[2];       // formats of 256 weights: s and m in units of the file's d and dmin
@@ -565,7 +570,7 @@ struct Format {
     int bits_at;           // place of 32 fifth bits, bit k for weight k; 0: none
     int d_at;              // place of the block's f16 scale, its f16 minimum follows; -1: elsewhere
     const uint8_t *table;  // what the nibbles stand for, offset added
-    Load *load, *load_wide; // for group_open: the weights to u, or to w
+    Load *load[3];          // for group_open: the weights to u, to u paired, to w
     Load *open;            // vector code: all of it
     void (*expand)(const Tensor *t, int64_t row, int64_t k, int n, float *out);
     Dot *dot[ISA_COUNT];
@@ -678,9 +683,9 @@ INLINE void ints_of_bytes(uint64_t b, V8i *v) {
 
 // Of 16 bytes the even-numbered to v[0], the others to v[1]
 INLINE void ints_of_pairs(uint64_t a, uint64_t b, V8i v[2]) {
-    V32 four = (V32){a, a, b, b} >> (V32){0, 32, 0, 32};
-    v[0] = (V8i)((four & 0xFF) | (four & 0xFF0000) << 16);
-    v[1] = (V8i)((four >> 8 & 0xFF) | (four >> 8 & 0xFF0000) << 16);
+    const V16 all = {a, b};
+    v[0] = __builtin_convertvector((V8s)all & 255, V8i);
+    v[1] = __builtin_convertvector((V8s)all >> 8, V8i);
 }
 
 // q4_K, 144 bytes:  | d f16 | dmin f16 | 12 bytes of scales | 4 x 32 bytes: low nibbles, high |
@@ -750,15 +755,17 @@ static void digits_open(const uint8_t *p, uint8_t out[256]) {
             for (int k = 0; k < n; k++) *out++ = (uint8_t)((p[k] * power & 255) * 3 >> 8);
 }
 
-// The weights, compiled for registers of 32 and of 64 bytes. both_: 32 bytes at p and, in a wide
-// register, 32 at q; twice_: 16 bytes at p two times, the same of q; later_: shifts the second 32.
+// The weights, compiled for registers of 32 and of 64 bytes, and paired. both_: 32 bytes at p and,
+// in a wide register, 32 at q; paired, 16 of each. twice_: 16 bytes at p two times, the same of q;
+// later_: shifts what is from q.
 INLINE void both_32(const uint8_t *p, const uint8_t *q, V32 *v) { memcpy(v, p, 32), (void)q; }
 
 INLINE void twice_32(const uint8_t *p, const uint8_t *q, V32 *v) {
-    uint64_t a, b;
+    V16 half;
     (void)q;
-    memcpy(&a, p, 8), memcpy(&b, p + 8, 8);
-    *v = (V32){a, b, a, b};
+    memcpy(&half, p, 16);
+    KEEP(half); // gcc would read it in two pieces
+    *v = (V32){half[0], half[1], half[0], half[1]};
 }
 
 INLINE void later_32(V32 *v, int bits) { (void)v, (void)bits; }
@@ -781,60 +788,91 @@ AVX512 void later_64(V64 *v, int bits) {
 }
 
 static const V64 high_64 = {0, 0, 4, 4, 0, 0, 4, 4};
+
+typedef V32 V32p;
+AVX2 void both_32p(const uint8_t *p, const uint8_t *q, V32 *v) {
+    __m128i a = _mm_loadu_si128((const void *)p), b = _mm_loadu_si128((const void *)q);
+    *v = (V32)_mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1);
+}
+
+AVX2 void later_32p(V32 *v, int bits) {
+    const uint64_t b = (uint64_t)bits;
+    *v >>= (V32){0, 0, b, b};
+}
 #endif
 
-#define LOADERS(W, CALL, count, u)                                                                \
+#define LOADERS(W, CALL, count, halves, u)                                                        \
     CALL void bytes_##W(const uint8_t *p, int bytes, Group *g) {                                  \
-        UNROLL for (int i = 0; i < count; i++) {                                                  \
-            V##W v; /* not into g at once: gcc would copy by halves, and wait to read the whole */\
-            both_##W(p + bytes * i, p + bytes * (i + 4), &v);                                     \
-            g->u[i] = v ^ EACH(128);                                                              \
+        UNROLL for (int h = 0; h < halves; h++, p += 16)                                          \
+            UNROLL for (int i = 0; i < count; i++) {                                              \
+                V##W v; /* not at once into g: gcc would copy by halves, and wait to read it all */\
+                both_##W(p + bytes * i, p + bytes * (i + 4), &v);                                 \
+                g->u[i + 4 * h] = v ^ EACH(128);                                                  \
+            }                                                                                     \
+    }                                                                                             \
+    CALL void nibbles_K_##W(const uint8_t *p, Group *g) {                                         \
+        UNROLL for (int h = 0; h < halves; h++)                                                   \
+            UNROLL for (int i = 0; i < count; i += 2) {                                           \
+                V##W v;                                                                           \
+                both_##W(p + 16 * (i + h), p + 16 * (i + h) + 64, &v);                            \
+                g->u[i + 4 * h] = v & EACH(15), g->u[i + 4 * h + 1] = v >> 4 & EACH(15);          \
+            }                                                                                     \
+    }                                                                                             \
+    CALL void bits_K_##W(const uint8_t *p, int to, Group *g) { /* bit i to bit `to` of block i */ \
+        UNROLL for (int h = 0; h < halves; h++, p += 16) {                                        \
+            V##W v;                                                                               \
+            both_##W(p, p, &v), later_##W(&v, 4);                                                 \
+            UNROLL for (int i = 0; i < count; i++)                                                \
+                g->u[i + 4 * h] |= SHIFT(v, to - i) & EACH(1 << to);                              \
         }                                                                                         \
     }                                                                                             \
+    CALL void pairs_##W(const uint8_t *p, Group *g) {                                             \
+        UNROLL for (int h = 0; h < halves; h++, p += 16)                                          \
+            UNROLL for (int i = 0; i < count; i++) {                                              \
+                V##W v;                                                                           \
+                both_##W(p + i / 4 * 32, p + 32, &v);                                             \
+                g->u[i + 4 * h] = v >> i % 4 * 2 & EACH(3);                                       \
+            }                                                                                     \
+    }                                                                                             \
+    CALL void sixes_##W(const uint8_t *p, Group *g) {                                             \
+        UNROLL for (int h = 0; h < halves; h++, p += 16)                                          \
+            UNROLL for (int i = 0; i < count; i++) {                                              \
+                V##W low, high;                                                                   \
+                both_##W(p + i / 4 * 64 + i % 2 * 32, p + 64 + i % 2 * 32, &low);                 \
+                both_##W(p + 128 + i / 4 * 32, p + 160, &high);                                   \
+                g->u[i + 4 * h] = (low >> i % 4 / 2 * 4 & EACH(15)) |                             \
+                                  (SHIFT(high, 4 - i % 4 * 2) & EACH(0x30));                      \
+            }                                                                                     \
+    }                                                                                             \
+    CALL void digits_##W(const uint8_t *p, Group *g) {                                            \
+        uint8_t out[256];                                                                         \
+        digits_open(p, out);                                                                      \
+        for (int h = 0; h < halves; h++)                                                          \
+            for (int i = 0; i < count; i++)                                                       \
+                both_##W(out + 32 * i + 16 * h, out + 32 * (i + 4) % 256 + 16 * h,                \
+                         &g->u[i + 4 * h]);                                                       \
+    }
+#define NIBBLES(W, CALL, count, u)                                                                \
     CALL void nibbles_##W(const uint8_t *p, int bytes, Group *g) {                                \
         UNROLL for (int i = 0; i < count; i++) {                                                  \
             V##W v;                                                                               \
             twice_##W(p + bytes * i, p + bytes * (i + 4), &v);                                    \
             g->u[i] = v >> high_##W & EACH(15);                                                   \
         }                                                                                         \
-    }                                                                                             \
-    CALL void nibbles_K_##W(const uint8_t *p, Group *g) {                                         \
-        UNROLL for (int i = 0; i < count; i += 2, p += 32) {                                      \
-            V##W v;                                                                               \
-            both_##W(p, p + 64, &v);                                                              \
-            g->u[i] = v & EACH(15), g->u[i + 1] = v >> 4 & EACH(15);                              \
-        }                                                                                         \
-    }                                                                                             \
-    CALL void bits_K_##W(const uint8_t *p, int to, Group *g) { /* bit i to bit `to` of block i */ \
-        V##W v;                                                                                   \
-        both_##W(p, p, &v), later_##W(&v, 4);                                                     \
-        UNROLL for (int i = 0; i < count; i++) g->u[i] |= SHIFT(v, to - i) & EACH(1 << to);       \
-    }                                                                                             \
-    CALL void pairs_##W(const uint8_t *p, Group *g) {                                             \
-        UNROLL for (int i = 0; i < count; i++) {                                                  \
-            V##W v;                                                                               \
-            both_##W(p + i / 4 * 32, p + 32, &v);                                                 \
-            g->u[i] = v >> i % 4 * 2 & EACH(3);                                                   \
-        }                                                                                         \
-    }                                                                                             \
-    CALL void sixes_##W(const uint8_t *p, Group *g) {                                             \
-        UNROLL for (int i = 0; i < count; i++) {                                                  \
-            V##W low, high;                                                                       \
-            both_##W(p + i / 4 * 64 + i % 2 * 32, p + 64 + i % 2 * 32, &low);                     \
-            both_##W(p + 128 + i / 4 * 32, p + 160, &high);                                       \
-            g->u[i] = (low >> i % 4 / 2 * 4 & EACH(15)) |                                         \
-                      (SHIFT(high, 4 - i % 4 * 2) & EACH(0x30));                                  \
-        }                                                                                         \
-    }                                                                                             \
-    CALL void digits_##W(const uint8_t *p, Group *g) {                                            \
-        uint8_t out[256];                                                                         \
-        digits_open(p, out);                                                                      \
-        for (int i = 0; i < count; i++)                                                           \
-            both_##W(out + 32 * i, out + 32 * (i + 4) % 256, &g->u[i]);                           \
     }
-LOADERS(32, INLINE, 8, u)
+LOADERS(32, INLINE, 8, 1, u)
+NIBBLES(32, INLINE, 8, u)
 #ifdef HAVE_X86
-LOADERS(64, AVX512, 4, w)
+LOADERS(64, AVX512, 4, 1, w)
+NIBBLES(64, AVX512, 4, w)
+LOADERS(32p, AVX2, 4, 2, u)
+AVX2 void nibbles_32p(const uint8_t *p, int bytes, Group *g) {
+    UNROLL for (int i = 0; i < 4; i++) {
+        V32 v;
+        both_32p(p + bytes * i, p + bytes * (i + 4), &v);
+        g->u[i] = v & EACH(15), g->u[i + 4] = v >> 4 & EACH(15);
+    }
+}
 #endif
 
 /* To add a weight format: a line here, and where no loader above fits, one more: name, GGUF type,
@@ -897,6 +935,7 @@ FLOATS_AND_BIN(X)
 // ---- what an instruction set does in its own way. All kernels below are written once, in terms of
 // these: each is compiled with one of the tables as a constant, so that the calls are inlined.
 // Pointers instead of values: how a vector is passed depends on the instruction set.
+enum { BY_BLOCKS, PAIRED, WIDE };
 typedef struct {
     void (*fma)(const V8f *a, const V8f *b, V8f *c);       // c += a * b, rounded once
     void (*fma_or)(const V8f *a, const V8f *b, V8f *c);    // or twice where it would be slow
@@ -910,8 +949,10 @@ typedef struct {
     void (*fifth_bits)(const uint8_t *p, int step, Group *g); // u |= 16 where the bit is set
     // of eight blocks times q or bytes: sums of their first, second 16
     void (*sums)(const Format *f, const Group *g, const int16_t *q, const uint8_t *bytes, V8i s[2]);
-    void (*pack)(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]); // 32 integers
-    bool by_bytes; // sums() reads bytes and not q
+    // 32 integers; the first or second block of the pair at bytes
+    void (*pack)(const V8i v[4], int16_t *q, uint8_t *bytes, int second, int32_t sum[3]);
+    int order;     // of opened weights
+    bool by_bytes; // sums() takes upper and lower bytes of activations
     // Where registers have 64 bytes, what belongs together lies in Group's w and Pair's w
     bool wide;
     void (*pair)(bool half, const uint8_t *p, const uint8_t *q, V16f *v); // eight of each
@@ -1028,8 +1069,8 @@ INLINE void bytes_pack(const int16_t *q, uint8_t *bytes, V16u *lower) {
     memcpy(bytes, &upper, 32), memcpy(bytes + 64, lower, 32);
 }
 
-static void pack_c(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]) {
-    (void)bytes;
+static void pack_c(const V8i v[4], int16_t *q, uint8_t *bytes, int second, int32_t sum[3]) {
+    (void)bytes, (void)second;
     sum[0] = sum[1] = sum[2] = 0;
     for (int k = 0; k < 32; k++) {
         int16_t value = (int16_t)v[k / 8][k % 8]; // what was no number may be anything here
@@ -1039,7 +1080,7 @@ static void pack_c(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]) {
 
 static const Simd simd_c = {fma_c,    fma_or_c, spread_c, store_c,   fold_c,       floats_c,
                             load_c,   halves_c, look_up_c, fifth_bits_c, sums_c, pack_c,
-                            false, .wide = false};
+                            BY_BLOCKS, false, .wide = false};
 
 #ifdef HAVE_X86
 AVX2 __m256i load32(const void *p) { return _mm256_loadu_si256(p); }
@@ -1111,8 +1152,7 @@ AVX2 void sums_avx2(const Format *f, const Group *g, const int16_t *q, const uin
     halves_sum(v, s);
 }
 
-AVX2 void pack_avx2(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]) {
-    (void)bytes;
+AVX2 void ints_pack(const V8i v[4], int16_t *q, int32_t sum[3]) {
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), one = _mm256_set1_epi16(1);
     __m256i part[2];
     UNROLL for (int i = 0; i < 2; i++) { // even-numbered, odd-numbered
@@ -1151,9 +1191,53 @@ AVX2 void columns_store(const void *v, void *out, int step) {
         _mm256_storeu_si256((__m256i *)((int32_t *)out + i * step), w[i]);
 }
 
-static const Simd simd_avx2 = {fma_avx2,    fma_avx2,  spread_avx2, store_avx2, fold_avx2,
-                               floats_avx2, load_avx2, halves_avx2, look_up_avx2,
-                               fifth_bits_avx2, sums_avx2, pack_avx2, false, .wide = false};
+// Blocks i and i + 4 in the halves of a register: no sum crosses them. Activations: of both blocks
+// the even-numbered of the first half, the odd ones, then those of the second half
+AVX2 void pack_avx2(const V8i v[4], int16_t *q, uint8_t *bytes, int second, int32_t sum[3]) {
+    ints_pack(v, q, sum);
+    UNROLL for (int i = 0; i < 4; i++)
+        memcpy(bytes + (i % 2 * 2 + i / 2) * 32 + 16 * second, q + 8 * i, 16);
+}
+
+AVX2 void fifth_bits_paired(const uint8_t *p, int step, Group *g) {
+    const __m256i bit = _mm256_set1_epi64x((int64_t)0x8040201008040201);
+    UNROLL for (int i = 0; i < 4; i++, p += step) {
+        int32_t a, b;
+        memcpy(&a, p, 4), memcpy(&b, p + 4 * step, 4);
+        __m256i all = _mm256_set_m128i(_mm_set1_epi32(b), _mm_set1_epi32(a));
+        UNROLL for (int h = 0; h < 2; h++) {
+            const uint64_t low = EACH(2 * h), high = EACH(2 * h + 1);
+            __m256i v = _mm256_shuffle_epi8(all, (__m256i)(V32){low, high, low, high});
+            v = _mm256_cmpeq_epi8(_mm256_and_si256(v, bit), bit);
+            g->u[i + 4 * h] |= (V32)v & EACH(16);
+        }
+    }
+}
+
+AVX2 void sums_paired(const Format *f, const Group *g, const int16_t *q, const uint8_t *bytes,
+                      V8i s[2]) {
+    __m256i v[2][4];
+    (void)q;
+    UNROLL for (int i = 0; i < 4; i++)
+        UNROLL for (int h = 0; h < 2; h++, bytes += 64) {
+            const __m256i w = (__m256i)g->u[i + 4 * h], odd = _mm256_srli_epi16(w, 8);
+            const __m256i even = _mm256_and_si256(w, _mm256_set1_epi16(255));
+            v[h][i] = _mm256_add_epi32(_mm256_madd_epi16(even, load32(bytes)),
+                                       _mm256_madd_epi16(odd, load32(bytes + 32)));
+        }
+    UNROLL for (int i = 0; i < 4; i++)
+        if (f->scales == 1) v[0][i] = _mm256_add_epi32(v[0][i], v[1][i]);
+    s[1] = (V8i){0};
+    UNROLL for (int h = 0; h < f->scales; h++)
+        s[h] = (V8i)_mm256_hadd_epi32(_mm256_hadd_epi32(v[h][0], v[h][1]),
+                                      _mm256_hadd_epi32(v[h][2], v[h][3]));
+}
+
+#define AVX2_OWN fma_avx2, fma_avx2, spread_avx2, store_avx2, fold_avx2, floats_avx2, load_avx2
+static const Simd simd_avx2 = {AVX2_OWN, halves_avx2, look_up_avx2, fifth_bits_avx2, sums_avx2,
+                               pack_avx2, BY_BLOCKS, false, .wide = false};
+static const Simd simd_paired = {AVX2_OWN, halves_avx2, look_up_avx2, fifth_bits_paired,
+                                 sums_paired, pack_avx2, PAIRED, false, .wide = false};
 
 // AVX-512 with VNNI: two blocks a register. Sums of bytes, one side signed, the other not: upper
 // bytes of the activations times weights, then 256 times that and lower bytes times weights, whose
@@ -1205,10 +1289,10 @@ AVX512 void sums_avx512(const Format *f, const Group *g, const int16_t *q, const
     s[1] = (V8i)_mm512_extracti64x4_epi64(a[0], 1);
 }
 
-AVX512 void pack_avx512(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]) {
-    pack_avx2(v, q, bytes, sum);
+AVX512 void pack_avx512(const V8i v[4], int16_t *q, uint8_t *bytes, int second, int32_t sum[3]) {
+    ints_pack(v, q, sum);
     V16u lower;
-    bytes_pack(q, bytes, &lower);
+    bytes_pack(q, bytes + 32 * second, &lower);
     // the whole sum is 256 times that of the upper bytes, and this
     __m256i s = _mm256_sad_epu8((__m256i)lower, _mm256_setzero_si256());
     const __m128i t = _mm_add_epi64(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
@@ -1234,9 +1318,8 @@ AVX512 void fma_wide(const float *a, const V16f *b, V16f *c) {
     *c = _mm512_fmadd_ps(_mm512_set1_ps(*a), *b, *c);
 }
 
-static const Simd simd_avx512 = {fma_avx2,      fma_avx2,  spread_avx2, store_avx2, fold_avx2,
-                                 floats_avx2,   load_avx2,      halves_avx512,  look_up_avx512,
-                                 fifth_bits_avx512, sums_avx512, pack_avx512, true, true,
+static const Simd simd_avx512 = {AVX2_OWN, halves_avx512, look_up_avx512, fifth_bits_avx512,
+                                 sums_avx512, pack_avx512, WIDE, true, true,
                                  pair_wide, store_wide, fma_wide};
 #endif
 
@@ -1319,8 +1402,8 @@ NEON void sums_neon(const Format *f, const Group *g, const int16_t *q, const uin
     }
 }
 
-NEON void pack_neon(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]) {
-    (void)bytes;
+NEON void pack_neon(const V8i v[4], int16_t *q, uint8_t *bytes, int second, int32_t sum[3]) {
+    (void)bytes, (void)second;
     HALVES { // lower 16 bits of every other integer
         int32x4x2_t a = vld2q_s32((const int32_t *)&v[2 * h]);
         int32x4x2_t b = vld2q_s32((const int32_t *)&v[2 * h + 1]);
@@ -1345,7 +1428,8 @@ NEON void columns_store(const void *v, void *out, int step) { // as above
 
 static const Simd simd_neon = {fma_neon,    fma_neon,  spread_neon, store_neon, fold_neon,
                                floats_neon, load_neon, halves_neon, look_up_neon,
-                               fifth_bits_neon, sums_neon, pack_neon, false, .wide = false};
+                               fifth_bits_neon, sums_neon, pack_neon, BY_BLOCKS, false,
+                               .wide = false};
 
 // The dot products of ARMv8.2, four products of bytes to a sum: upper bytes, signed, times weights
 // (signed if their offset is 128), then 256 times that and lower bytes times weights, none signed.
@@ -1391,15 +1475,16 @@ NEON void sums_sdot(const Format *f, const Group *g, const int16_t *q, const uin
     }
 }
 
-NEON void pack_sdot(const V8i v[4], int16_t *q, uint8_t *bytes, int32_t sum[3]) {
+NEON void pack_sdot(const V8i v[4], int16_t *q, uint8_t *bytes, int second, int32_t sum[3]) {
     V16u lower;
-    pack_neon(v, q, bytes, sum), bytes_pack(q, bytes, &lower), sum[2] = 0;
+    pack_neon(v, q, bytes, second, sum), bytes_pack(q, bytes + 32 * second, &lower), sum[2] = 0;
     HALVES sum[2] += vaddlvq_u8(half(&lower, h));
 }
 
 static const Simd simd_sdot = {fma_neon,    fma_neon,  spread_neon, store_neon, fold_neon,
                                floats_neon, load_neon, halves_neon, look_up_neon,
-                               fifth_bits_neon, sums_sdot, pack_sdot, true, .wide = false};
+                               fifth_bits_neon, sums_sdot, pack_sdot, BY_BLOCKS, true,
+                               .wide = false};
 #endif
 
 // ---- quantised weights: groups and dots
@@ -1415,20 +1500,25 @@ QUANTISED(X)
 #undef X
 #undef WIDTH
 #ifdef HAVE_X86
+#define WIDTH(loader) loader##_32p
+#define X(name, id, block, bytes, offset, scales, minima, bits, d_at, table, load) \
+    LOAD(32p, AVX2, name, load)
+QUANTISED(X)
+#undef X
+#undef WIDTH
 #define WIDTH(loader) loader##_64
 #define X(name, id, block, bytes, offset, scales, minima, bits, d_at, table, load) \
     LOAD(64, AVX512, name, load)
 QUANTISED(X)
 #undef X
-#define WIDE(loader) loader
+#define LOADS(name) name##_load_32, name##_load_32p, name##_load_64
 #else
-#define WIDE(loader) NULL
+#define LOADS(name) name##_load_32
 #endif
 
 INLINE void group_open(const Simd *v, const Format *f, const Tensor *t, const uint8_t *p,
                        const uint8_t *at, int n, Group *g) {
-    if (v->wide) f->load_wide(t, p, at, n, g);
-    else f->load(t, p, at, n, g);
+    f->load[v->order](t, p, at, n, g);
     if (f->bits_at) v->fifth_bits(p + f->bits_at, f->bytes, g);
     if (f->table) v->look_up(f->table, g);
     const int step = f->block == 32 ? f->bytes : 0;
@@ -1590,26 +1680,25 @@ QUANTISED(X)
     }
 
 // One column, the case of decode, is compiled for each format
-#define DOT(isa, CALL, some, name, scales, minima)                                               \
+#define DOT(isa, simd, CALL, some, name, scales, minima)                                         \
     CALL void name##_dot_##isa(const Product *p, const int64_t *row, const Acts *x, int first,   \
                                int n) {                                                          \
         if (n > 1) columns_##some(p, row, x, first, n);                                          \
-        else quantised_dot(&simd_##isa, &formats[F_##name], true, scales, minima, p, row, x,     \
-                           first, 1);                                                            \
+        else quantised_dot(simd, &formats[F_##name], true, scales, minima, p, row, x, first, 1); \
     }
 #ifdef HAVE_X86
 SOME_COLUMNS(avx2, AVX2_CALL)
 #define DOTS(name) name##_dot_avx2, name##_dot_avx512
 #define X(name, id, block, bytes, offset, scales, minima, ...) \
-    DOT(avx2, AVX2_CALL, avx2, name, scales, minima)           \
-    DOT(avx512, AVX512_CALL, avx2, name, scales, minima)
+    DOT(avx2, scales == 1 ? &simd_paired : &simd_avx2, AVX2_CALL, avx2, name, scales, minima) \
+    DOT(avx512, &simd_avx512, AVX512_CALL, avx2, name, scales, minima)
 #else
 SOME_COLUMNS(neon, NEON_CALL)
 SOME_COLUMNS(sdot, NEON_CALL)
 #define DOTS(name) name##_dot_neon, name##_dot_sdot, name##_dot_sdot
 #define X(name, id, block, bytes, offset, scales, minima, ...) \
-    DOT(neon, NEON_CALL, neon, name, scales, minima)           \
-    DOT(sdot, NEON_CALL, sdot, name, scales, minima)
+    DOT(neon, &simd_neon, NEON_CALL, neon, name, scales, minima)           \
+    DOT(sdot, &simd_sdot, NEON_CALL, sdot, name, scales, minima)
 #endif
 QUANTISED(X)
 #undef X
@@ -1687,22 +1776,23 @@ FLOATS_AND_BIN(X)
 #undef X
 #endif
 
-// Where a block's upper bytes lie, 64 before its lower ones: beside those of the fourth block after
-static uint8_t *bytes_at(const Acts *a, int64_t row, int64_t j) {
-    return a->bytes + 2 * row * a->ldq + j / 8 * 512 + j % 4 * 128 + j % 8 / 4 * 32;
+// Where in Acts.bytes blocks j and j + 4 of eight lie, or j - 4 and j: 128 bytes
+static uint8_t *pair_at(const Acts *a, int64_t row, int64_t j) {
+    return a->bytes + 2 * row * a->ldq + j / 8 * 512 + j % 4 * 128;
 }
 
 // ---- activations as 16-bit blocks. NaN or infinity make the scale NaN, and with it every result.
 // Adding 1.5 * 2^23 rounds to integers; the sum's low bits are the integer.
 INLINE void quantise(const Simd *v, const Acts *a, int row, int64_t from, int64_t to) {
-    const float *x = a->x + row * a->ldx, magic = 12582912.0f;
+    const float *x = a->x + row * a->ldx, magic = 12582912.0f, zero[8] = {0};
     float *dx = a->dx + row * a->ldb;
     int32_t *sum = a->sum + 3 * row * a->ldb, sums[3];
-    for (int64_t j = from / 32; j < to / 32; j++) {
+    const int64_t end = to == a->cols ? (to + 255) / 256 * 8 : to / 32; // kernels walk eight blocks
+    for (int64_t j = from / 32; j < end; j++) {
         V8f in[4];
         V8i m = {0}, big, out[4]; // |x| keep their order as integers; NaN is above all
         UNROLL for (int i = 0; i < 4; i++) {
-            memcpy(&in[i], x + 32 * j + 8 * i, 32);
+            memcpy(&in[i], 32 * j < to ? x + 32 * j + 8 * i : zero, 32);
             V8i bits = (V8i)in[i] & 0x7FFFFFFF;
             big = NEGATIVE(m - bits), m = (bits & big) | (m & ~big);
         }
@@ -1716,7 +1806,7 @@ INLINE void quantise(const Simd *v, const Acts *a, int row, int64_t from, int64_
             V8f rounded = in[i] * r + magic; // where dx is NaN, it may be anything
             out[i] = (V8i)rounded - 0x4B400000;
         }
-        v->pack(out, a->q + row * a->ldq + 32 * j, bytes_at(a, row, j), sums);
+        v->pack(out, a->q + row * a->ldq + 32 * j, pair_at(a, row, j), j % 8 / 4, sums);
         for (int i = 0; i < 3; i++) sum[j + i * a->ldb] = sums[i];
     }
 }
@@ -1997,8 +2087,10 @@ INLINE int32_t pairs_less(const Format *f, int scales, const int32_t *sum, int64
     return (void)f, (void)scales, (void)sum, (void)ldb, 0;
 }
 #ifdef HAVE_NEON
-#define octs_at bytes_at
-#define quads_at bytes_at
+#define quads_at octs_at
+INLINE const uint8_t *octs_at(const Acts *x, int64_t row, int64_t block) {
+    return pair_at(x, row, block) + block % 8 / 4 * 32;
+}
 INLINE int32_t octs_less(const Format *f, int scales, const int32_t *sum, int64_t ldb) {
     return f->offset * (scales == 1 ? sum[0] + sum[ldb] : sum[0]);
 }
@@ -2132,13 +2224,13 @@ static const struct {
 
 static const Format formats[F_COUNT] = {
 #define X(name, id, size, value)                                                  \
-    {#name, id, 1, size, false, 0, 1, 0, 0, -1, NULL, NULL, NULL, NULL, name##_expand, \
+    {#name, id, 1, size, false, 0, 1, 0, 0, -1, NULL, {NULL}, NULL, name##_expand,     \
      {float_dot_c, FLOAT_DOTS(name)}},
     FLOATS_AND_BIN(X)
 #undef X
 #define X(name, id, block, bytes, offset, scales, minima, bits, d_at, table, load)      \
     {#name, id, block, bytes, true, offset, scales, minima, bits, d_at, table,          \
-     name##_load_32, WIDE(name##_load_64), VECTOR(name##_open), quantised_expand,       \
+     {LOADS(name)}, VECTOR(name##_open), quantised_expand,                              \
      {quantised_dot_c, DOTS(name)}},
     QUANTISED(X)
 #undef X
@@ -2486,13 +2578,6 @@ static void acts_quantise(int isa, const Acts *a, int row, int64_t from, int64_t
     for (int64_t k = to; to == a->cols && k % 8; k++) a->x[row * a->ldx + k] = 0;
     if (a->cols % 32) return;
     kernels[isa].quantise(a, row, from, to);
-    for (int64_t j = to / 32; to == a->cols && j % 8; j++) {
-        uint8_t *bytes = bytes_at(a, row, j);
-        memset(bytes, 0, 32), memset(bytes + 64, 0, 32);
-        memset(a->q + row * a->ldq + 32 * j, 0, 64);
-        a->dx[row * a->ldb + j] = 0;
-        for (int i = 0; i < 3; i++) a->sum[(3 * row + i) * a->ldb + j] = 0;
-    }
 }
 
 static void acts_copy(const Acts *to, int row, const Acts *from, int from_row) {
