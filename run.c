@@ -554,7 +554,7 @@ typedef union {
 // Load: the eight blocks at p; the first n of them are the tensor's at `at`.
 // Pack: weights k ... k + len - 1 of rows row ... into a panel; past the last row it is repeated.
 // Tile: the lanes of a few columns += the panel's weights times len activations of x.
-enum { COLUMNS = 4 };
+enum { COLUMNS = 8 };
 typedef void Dot(const Product *p, const int64_t *row, const Acts *x, int first, int n);
 typedef void Load(const Tensor *t, const uint8_t *p, const uint8_t *at, int n, Group *g);
 typedef void Pack(const Tensor *t, int64_t row, int64_t k, int len, int rows, Panel *p);
@@ -955,7 +955,9 @@ typedef struct {
     bool by_bytes; // sums() takes upper and lower bytes of activations
     // Where registers have 64 bytes, what belongs together lies in Group's w and Pair's w
     bool wide;
-    void (*pair)(bool half, const uint8_t *p, const uint8_t *q, V16f *v); // eight of each
+    void (*pair)(uint32_t id, const uint8_t *p, const uint8_t *q, V16f *v); // as load, of each
+    void (*twice)(const float *p, V16f *v); // eight, two times
+    void (*fma_pair)(const V16f *a, const V16f *b, V16f *c);
     void (*store_wide)(const V16f *v, float *p, float *q);
     void (*fma_wide)(const float *a, const V16f *b, V16f *c); // a to all
 } Simd;
@@ -1299,14 +1301,24 @@ AVX512 void pack_avx512(const V8i v[4], int16_t *q, uint8_t *bytes, int second, 
     sum[2] = sum[0] + sum[1] - _mm_cvtsi128_si32(t) - _mm_extract_epi32(t, 2);
 }
 
-AVX512 void pair_wide(bool half, const uint8_t *p, const uint8_t *q, V16f *v) {
-    if (!half) {
+AVX512 void pair_wide(uint32_t id, const uint8_t *p, const uint8_t *q, V16f *v) {
+    if (id == 0) {
         const __m256 a = _mm256_loadu_ps((const float *)p), b = _mm256_loadu_ps((const float *)q);
         *v = _mm512_insertf32x8(_mm512_castps256_ps512(a), b, 1);
         return;
     }
     const __m128i a = _mm_loadu_si128((const void *)p), b = _mm_loadu_si128((const void *)q);
-    *v = _mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1));
+    const __m256i h = _mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1);
+    if (id == 1) *v = _mm512_cvtph_ps(h);
+    else *v = (V16f)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
+}
+
+AVX512 void twice_wide(const float *p, V16f *v) {
+    *v = _mm512_broadcast_f32x8(_mm256_loadu_ps(p));
+}
+
+AVX512 void fma_pair_wide(const V16f *a, const V16f *b, V16f *c) {
+    *c = _mm512_fmadd_ps(*a, *b, *c);
 }
 
 AVX512 void store_wide(const V16f *v, float *p, float *q) {
@@ -1320,7 +1332,7 @@ AVX512 void fma_wide(const float *a, const V16f *b, V16f *c) {
 
 static const Simd simd_avx512 = {AVX2_OWN, halves_avx512, look_up_avx512, fifth_bits_avx512,
                                  sums_avx512, pack_avx512, WIDE, true, true,
-                                 pair_wide, store_wide, fma_wide};
+                                 pair_wide, twice_wide, fma_pair_wide, store_wide, fma_wide};
 #endif
 
 #ifdef HAVE_NEON
@@ -1683,6 +1695,7 @@ QUANTISED(X)
 #define DOT(isa, simd, CALL, some, name, scales, minima)                                         \
     CALL void name##_dot_##isa(const Product *p, const int64_t *row, const Acts *x, int first,   \
                                int n) {                                                          \
+        for (; n > 4; n -= 4, first += 4) columns_##some(p, row, x, first, 4);                   \
         if (n > 1) columns_##some(p, row, x, first, n);                                          \
         else quantised_dot(simd, &formats[F_##name], true, scales, minima, p, row, x, first, 1); \
     }
@@ -1719,48 +1732,75 @@ INLINE void float_lanes(const Simd *v, uint32_t id, int bytes, const uint8_t *co
     }
 }
 
-// Four rows times cols <= COLUMNS columns, from the file where it has whole eights of floats
+// The same for two rows a register and eight columns
+INLINE void float_lanes_wide(const Simd *v, uint32_t id, int bytes, const uint8_t *const at[4],
+                             int n, const float *const in[8], V16f (*l)[8]) {
+    for (int k = 0; k < n; k += 8) {
+        V16f w[2], column;
+        UNROLL for (int r = 0; r < 2; r++)
+            v->pair(id, at[2 * r] + k * bytes, at[2 * r + 1] + k * bytes, &w[r]);
+        UNROLL for (int c = 0; c < 8; c++) {
+            v->twice(in[c] + k, &column);
+            UNROLL for (int r = 0; r < 2; r++) v->fma_pair(&w[r], &column, &l[r][c]);
+        }
+    }
+}
+
+// Four rows times n columns, from the file where it has whole eights of floats. cols: n, or 8, and
+// then the last column is taken again where there are less.
 INLINE void float_dot(const Simd *v, const Format *f, int cols, const Product *p,
-                      const int64_t *row, const Acts *x, int first) {
+                      const int64_t *row, const Acts *x, int first, int n_cols) {
     const Tensor *t = p->w;
     float y[4][COLUMNS] = {{0}}, open[4][FLOAT_BLOCK]; // not p->y: row[] may name a row twice
     for (int64_t k = 0; k < t->cols; k += FLOAT_BLOCK) {
         const int n = (int)MIN(FLOAT_BLOCK, t->cols - k);
         const bool whole = f->id < 1000 && n % 8 == 0;
-        const float *in = x->x + first * x->ldx + k;
+        const float *in = x->x + first * x->ldx + k, *each[8];
         const uint8_t *at[4];
         V8f l[4][COLUMNS];
+        V16f wide[2][8];
+        UNROLL for (int c = 0; c < 8; c++) each[c] = in + MIN(c, n_cols - 1) * x->ldx;
         UNROLL for (int r = 0; r < 4; r++) {
             at[r] = whole ? weight_at(t, row[r], k, 1, f->bytes) : (const uint8_t *)open[r];
             if (!whole) f->expand(t, row[r], k, n, open[r]);
             for (int i = n; i % 8; i++) open[r][i] = -0.0f; // times 0 changes no lane
-            UNROLL for (int c = 0; c < cols; c++) l[r][c] = (V8f){0};
+            UNROLL for (int c = 0; c < cols; c++) {
+                if (cols == 8) wide[r / 2][c] = (V16f){0};
+                else l[r][c] = (V8f){0};
+            }
         }
-        if (whole) float_lanes(v, f->id, f->bytes, at, n, cols, in, x->ldx, l);
+        if (cols == 8 && whole) float_lanes_wide(v, f->id, f->bytes, at, n, each, wide);
+        else if (cols == 8) float_lanes_wide(v, 0, 4, at, n, each, wide);
+        else if (whole) float_lanes(v, f->id, f->bytes, at, n, cols, in, x->ldx, l);
         else float_lanes(v, 0, 4, at, n, cols, in, x->ldx, l);
         UNROLL for (int r = 0; r < 4; r++)
             UNROLL for (int c = 0; c < cols; c++) {
+                if (cols == 8) memcpy(&l[r][c], (V8f *)&wide[r / 2][c] + r % 2, 32);
                 float sum = v->fold(&l[r][c]);
                 y[r][c] = k ? y[r][c] + sum : sum;
             }
     }
     for (int r = 0; r < 4; r++)
-        for (int c = 0; c < cols; c++) p->y[(first + c) * t->rows + row[r]] = y[r][c];
+        for (int c = 0; c < n_cols; c++) p->y[(first + c) * t->rows + row[r]] = y[r][c];
 }
 
 static void float_dot_c(const Product *p, const int64_t *row, const Acts *x, int first, int n) {
-    for (int c = 0; c < n; c++) float_dot(&simd_c, p->w->format, 1, p, row, x, first + c);
+    for (int c = 0; c < n; c++) float_dot(&simd_c, p->w->format, 1, p, row, x, first + c, 1);
 }
 
 // Four columns at once want more than 16 registers
-#define FLOAT_DOT(isa, CALL, four, name)                                                         \
+#define FLOAT_DOT(isa, CALL, wide, name)                                                         \
     CALL void name##_dot_##isa(const Product *p, const int64_t *row, const Acts *x, int first,   \
                                int n) {                                                          \
         const Format *f = &formats[F_##name];                                                    \
-        if (four && n == 4) float_dot(&simd_##isa, f, 4, p, row, x, first);                      \
-        else if (n == 3) float_dot(&simd_##isa, f, 3, p, row, x, first);                         \
-        else for (; n >= 2; n -= 2, first += 2) float_dot(&simd_##isa, f, 2, p, row, x, first);  \
-        if (n == 1) float_dot(&simd_##isa, f, 1, p, row, x, first);                              \
+        const Simd *v = &simd_##isa;                                                             \
+        if (wide && n > 4) float_dot(v, f, 8, p, row, x, first, n);                              \
+        else if (wide && n == 4) float_dot(v, f, 4, p, row, x, first, 4);                        \
+        else {                                                                                   \
+            for (; n > 3 || n == 2; n -= 2, first += 2) float_dot(v, f, 2, p, row, x, first, 2); \
+            if (n == 3) float_dot(v, f, 3, p, row, x, first, 3);                                 \
+            if (n == 1) float_dot(v, f, 1, p, row, x, first, 1);                                 \
+        }                                                                                        \
     }
 #ifdef HAVE_X86
 #define FLOAT_DOTS(name) DOTS(name)
