@@ -198,7 +198,7 @@ static uint32_t span_hash(Span s) {
         memcpy(&w, s.p, n = MIN(s.n, 8));
         h = (h ^ w) * 0xFF51AFD7ED558CCDu, h ^= h >> 32;
     }
-    return (uint32_t)(h >> 32 ^ h >> 7);
+    return (uint32_t)(h * 0xC4CEB9FE1A85EC53u >> 32);
 }
 
 static Map map_new(size_t count) { // room for count entries, count < 2^30
@@ -684,8 +684,9 @@ INLINE void ints_of_bytes(uint64_t b, V8i *v) {
 // Of 16 bytes the even-numbered to v[0], the others to v[1]
 INLINE void ints_of_pairs(uint64_t a, uint64_t b, V8i v[2]) {
     const V16 all = {a, b};
-    v[0] = __builtin_convertvector((V8s)all & 255, V8i);
-    v[1] = __builtin_convertvector((V8s)all >> 8, V8i);
+    const V8s even = (V8s)all & 255, odd = (V8s)all >> 8;
+    for (int i = 0; i < 8; i++) v[0][i] = even[i];
+    for (int i = 0; i < 8; i++) v[1][i] = odd[i];
 }
 
 // q4_K, 144 bytes:  | d f16 | dmin f16 | 12 bytes of scales | 4 x 32 bytes: low nibbles, high |
@@ -977,14 +978,14 @@ static float fma_one(float a, float b, float c) {
 
 static void fma_c(const V8f *a, const V8f *b, V8f *c) {
     if (!FMA_IS_FAST) {
-        const V8d x = __builtin_convertvector(*a, V8d), y = __builtin_convertvector(*b, V8d);
-        const V8d sum = x * y + __builtin_convertvector(*c, V8d);
+        V8d sum;
+        for (int i = 0; i < 8; i++) sum[i] = (double)(*a)[i] * (*b)[i] + (*c)[i];
         V4i part[4]; // their even-numbered elements hold the 29 bits that float has not
         memcpy(part, &sum, sizeof sum);
         for (int i = 0; i < 4; i++) part[i] = part[i] << 4 == 0;
         part[0] |= part[1] | part[2] | part[3];
         if (!(part[0][0] | part[0][2])) {
-            *c = __builtin_convertvector(sum, V8f);
+            for (int i = 0; i < 8; i++) (*c)[i] = (float)sum[i];
             return;
         }
     }
@@ -1217,22 +1218,20 @@ AVX2 void fifth_bits_paired(const uint8_t *p, int step, Group *g) {
 }
 
 AVX2 void sums_paired(const Format *f, const Group *g, const int16_t *q, const uint8_t *bytes,
-                      V8i s[2]) {
-    __m256i v[2][4];
-    (void)q;
-    UNROLL for (int i = 0; i < 4; i++)
+                      V8i s[2]) { // of whole blocks: for formats of one scale
+    __m256i v[4];
+    (void)f, (void)q;
+    UNROLL for (int i = 0; i < 4; i++) {
+        v[i] = _mm256_setzero_si256();
         UNROLL for (int h = 0; h < 2; h++, bytes += 64) {
             const __m256i w = (__m256i)g->u[i + 4 * h], odd = _mm256_srli_epi16(w, 8);
             const __m256i even = _mm256_and_si256(w, _mm256_set1_epi16(255));
-            v[h][i] = _mm256_add_epi32(_mm256_madd_epi16(even, load32(bytes)),
-                                       _mm256_madd_epi16(odd, load32(bytes + 32)));
+            v[i] = _mm256_add_epi32(v[i], _mm256_madd_epi16(even, load32(bytes)));
+            v[i] = _mm256_add_epi32(v[i], _mm256_madd_epi16(odd, load32(bytes + 32)));
         }
-    UNROLL for (int i = 0; i < 4; i++)
-        if (f->scales == 1) v[0][i] = _mm256_add_epi32(v[0][i], v[1][i]);
+    }
+    s[0] = (V8i)_mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
     s[1] = (V8i){0};
-    UNROLL for (int h = 0; h < f->scales; h++)
-        s[h] = (V8i)_mm256_hadd_epi32(_mm256_hadd_epi32(v[h][0], v[h][1]),
-                                      _mm256_hadd_epi32(v[h][2], v[h][3]));
 }
 
 #define AVX2_OWN fma_avx2, fma_avx2, spread_avx2, store_avx2, fold_avx2, floats_avx2, load_avx2
@@ -1446,15 +1445,23 @@ static const Simd simd_neon = {fma_neon,    fma_neon,  spread_neon, store_neon, 
 // The dot products of ARMv8.2, four products of bytes to a sum: upper bytes, signed, times weights
 // (signed if their offset is 128), then 256 times that and lower bytes times weights, none signed.
 // Assembler, since not all compilers let a function have the instructions that a file has not.
+// Below ARMv8.1 assemblers want another .arch; above, that would take away what a file has.
 #ifdef __ARM_FEATURE_DOTPROD
 #define DOT_PRODUCT ""
+#elif defined(__ARM_FEATURE_ATOMICS)
+#define DOT_PRODUCT ".arch_extension dotprod\n\t"
 #else
 #define DOT_PRODUCT ".arch armv8.2-a+dotprod\n\t"
 #endif
 #ifdef __ARM_FEATURE_MATMUL_INT8
 #define I8MM ""
+#elif defined(__ARM_FEATURE_ATOMICS)
+#define I8MM ".arch_extension i8mm\n\t"
 #else
 #define I8MM ".arch armv8.2-a+dotprod+i8mm\n\t"
+#endif
+#if (defined(__clang__) && __clang_major__ >= 11) || (!defined(__clang__) && __GNUC__ >= 10)
+#define HAVE_I8MM 1 // else their assembler may not know it
 #endif
 #define BYTES_PRODUCT(name, arch)                                                                \
     NEON int32x4_t name(int32x4_t s, uint8x16_t a, uint8x16_t b) {                               \
@@ -1463,8 +1470,10 @@ static const Simd simd_neon = {fma_neon,    fma_neon,  spread_neon, store_neon, 
     }
 BYTES_PRODUCT(sdot, DOT_PRODUCT)
 BYTES_PRODUCT(udot, DOT_PRODUCT)
+#ifdef HAVE_I8MM
 BYTES_PRODUCT(usmmla, I8MM) // two rows times two rows of eight: four sums
 BYTES_PRODUCT(ummla, I8MM)
+#endif
 
 NEON void sums_sdot(const Format *f, const Group *g, const int16_t *q, const uint8_t *bytes,
                     V8i s[2]) {
@@ -1573,7 +1582,8 @@ static void quantised_expand(const Tensor *t, int64_t row, int64_t k, int n, flo
     for (int j = 0; j < n; j += 256, p += 256 / f->block * f->bytes) {
         uint8_t room[PAD];
         Group g;
-        open_c(t, group_pad(t, p, (n - j) / 32, room), p, (n - j) / 32, &g);
+        const int left = MIN(8, (n - j) / 32);
+        open_c(t, group_pad(t, p, left, room), p, left, &g);
         for (int i = 0; i < MIN(256, n - j); i++) {
             int b = i / 32, h = i % 32 / 16;
             float product = (float)(((uint8_t *)g.u)[i] - f->offset) * g.s[f->scales == 2 && h][b];
@@ -1949,7 +1959,9 @@ SIMD_INLINE void quantised_pack(int bytes_each, const Tensor *t, int64_t row, in
 QUANTISED_PACK(pairs, 2)
 #ifdef HAVE_NEON
 QUANTISED_PACK(quads, 4)
+#ifdef HAVE_I8MM
 QUANTISED_PACK(octs, 8)
+#endif
 #endif
 
 // ---- panels: tiles. A tile is the part of a panel's products that fits in registers: the rows of
@@ -2087,6 +2099,7 @@ enum { STEPS_pairs = 16, STEPS_quads = 8, STEPS_octs = 8 }; // words of a row in
 STEPPED_SUMS(128, pairs)
 STEPPED_SUMS(128, quads)
 
+#ifdef HAVE_I8MM
 NEON void octs_128(int cols, int scales, const uint8_t *w, const uint8_t *const *in,
                    const int32_t *less, int flip, F128 *v) {
     enum { PAIRS = INTEGER_ROWS_128 / 2 };
@@ -2115,6 +2128,7 @@ NEON void octs_128(int cols, int scales, const uint8_t *w, const uint8_t *const 
             v[(c * PAIRS + i) / 2] = quads_sums_128((S128){{sum[0], sum[1]}}, less[c]);
         }
 }
+#endif
 #else
 STEPPED_SUMS(256, pairs)
 STEPPED_SUMS(512, pairs)
@@ -2204,7 +2218,9 @@ INLINE int32_t quads_less(const Format *f, int scales, const int32_t *sum, int64
 FLOAT_TILE(128)
 QUANTISED_TILE(128, pairs)
 QUANTISED_TILE(128, quads)
+#ifdef HAVE_I8MM
 QUANTISED_TILE(128, octs)
+#endif
 #else
 FLOAT_TILE(256)
 QUANTISED_TILE(256, pairs)
@@ -2258,7 +2274,9 @@ static const struct {
 #elif defined(HAVE_NEON)
     {quantise_neon, PANELS(128, pairs, 12, 6)},
     {quantise_sdot, PANELS(128, quads, 12, 6)},
+#ifdef HAVE_I8MM
     {quantise_sdot, PANELS(128, octs, 12, 6)},
+#endif
 #endif
 };
 
@@ -2300,10 +2318,13 @@ static int isa_best(void) {
 #ifdef __APPLE__
     sdot = true; // all have it
 #elif defined(__linux__)
-    sdot |= getauxval(AT_HWCAP) >> 20 & 1;   // HWCAP_ASIMDDP
-    i8mm |= getauxval(AT_HWCAP2) >> 13 & 1;  // HWCAP2_I8MM, which old headers do not name
+    sdot |= getauxval(AT_HWCAP) >> 20 & 1;  // HWCAP_ASIMDDP
+    i8mm |= getauxval(AT_HWCAP2) >> 13 & 1; // HWCAP2_I8MM, which old headers do not name
 #endif
-    return i8mm ? ISA_I8MM : sdot ? ISA_SDOT : ISA_NEON;
+#ifndef HAVE_I8MM
+    i8mm = false;
+#endif
+    return sdot && i8mm ? ISA_I8MM : sdot ? ISA_SDOT : ISA_NEON;
 #endif
     return ISA_C;
 }
@@ -3235,7 +3256,8 @@ static int64_t gguf_layer_int(const Gguf *g, const char *key, int layer, int64_t
     if (!v && missing == NEEDED) die("%s: key %.*s%s is missing", g->r->name, SHOWN(g->arch), key);
     if (!v) return missing;
     uint64_t i = v->array ? (uint64_t)layer : 0;
-    if (i >= v->count && layer >= 0) gguf_wrong(g, key, true, "one a layer");
+    if (i >= v->count && layer >= 0)
+        gguf_die(g, v, "%" PRIu64 " numbers, expected one a layer", v->count);
     if (i >= v->count || !gguf_element(g, v, i, &n)) gguf_wrong(g, key, false, "a whole number");
     if (n < low || n > high)
         gguf_die(g, v, "%" PRId64 ", expected %" PRId64 " to %" PRId64, n, low, high);
@@ -6090,6 +6112,7 @@ static void cmd_chat(const Options *o, const Model *m) {
     for (;; first = false) {
         if (!first && terminal) put(SPAN("User: "));
         if (!first && !read_line(&line, terminal)) break;
+        interrupt_arm();
         if (span_trim(str_span(&line)).n == 0) continue;
         message_add(&s.talk, USER, str_span(&line));
         if (!chat_prompt(&s)) continue;

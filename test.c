@@ -511,7 +511,9 @@ static void test_invariance(void) {
         }
         free(ids), model_close(&m);
     }
+#ifdef HAVE_X86
     if (isa_best() < ISA_AVX512) skip("AVX-512 kernels: this machine has no AVX-512 with VNNI");
+#endif
 #ifndef _OPENMP
     skip("thread counts: this build has no OpenMP");
 #endif
@@ -901,6 +903,19 @@ static void test_kernels(void) {
                     check(!bad,
                           "%s, %lld wide, %d rows of activations, isa %d: %lld results differ",
                           t.format->name, (long long)cols, part.n, isa, (long long)bad);
+                }
+            if (f == F_bin8) // as numbers, for embeddings: more than eight blocks too
+                for (int64_t r = 0; r < rows; r++) {
+                    float *number = xalloc((size_t)cols, sizeof *number);
+                    int bad = 0;
+                    tensor_row(&t, r, number);
+                    for (int64_t c = 0; c < cols; c++) {
+                        const int64_t at = r * cols + c;
+                        bad += number[c] !=
+                               (float)(int8_t)t.data[at] * f32_at(t.scales + at / 32 * 4);
+                    }
+                    check(!bad, "bin8, %lld wide: %d numbers differ", (long long)cols, bad);
+                    free(number);
                 }
             free((void *)(uintptr_t)t.data), free((void *)(uintptr_t)t.scales);
             free(memory), free(y), free(want);

@@ -129,8 +129,9 @@ def measure(args):
         length = len((output([args.run, model, "-m", "tokenize", "-i", SHORT_PROMPT]) or "").split())
         for number in range(args.rounds):
             results = {"run.c": list(run_c(args, model))}
-            results["run.c"] += starts([args.run, model, "-i", SHORT_PROMPT, "-n", length, "-t", 0, "-c", 512, "--threads",
-                                        args.threads, "-q"])
+            if length:
+                results["run.c"] += starts([args.run, model, "-i", SHORT_PROMPT, "-n", length, "-t", 0, "-c", 512, "--threads",
+                                            args.threads, "-q"])
             depths = [d for phase, _, d, *_ in results["run.c"] if phase == "decode"] or [0]
             if model.suffix == ".bin":
                 if args.llama2c:
