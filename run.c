@@ -5789,7 +5789,7 @@ static Str read_input(const Options *o) {
     FILE *f = strcmp(o->file, "-") ? fopen(o->file, "rb") : stdin;
     if (!f) die("%s: cannot open: %s", o->file, strerror(errno));
     char part[65536];
-    for (size_t n; (n = fread(part, 1, sizeof part, f)) > 0;) str_add(&s, part, n);
+    for (size_t n; !interrupted && (n = fread(part, 1, sizeof part, f)) > 0;) str_add(&s, part, n);
     if (interrupted) exit(130);
     if (ferror(f)) die("%s: cannot read: %s", o->file, strerror(errno));
     if (f != stdin) fclose(f);
@@ -6394,6 +6394,7 @@ static Options opts_parse(int argc, char **argv) {
     }
     Str names = {0};
     for (int i = 0; i < COUNT(templates); i++) str_printf(&names, " %s", templates[i].name);
+    if (o.template && !strcmp(o.template, "list")) exit(printf("%s\n", names.p + 1) < 0);
     if (o.template && !template_named(o.template))
         die_usage("--template: `%s`, expected one of%s", o.template, names.p);
     if (o.date && !date_parse(o.date, &(struct tm){0}))

@@ -1462,6 +1462,7 @@ static void test_command_line(void) {
         {0, "", {"--help"}},
         {0, "", {"-h"}},
         {0, "", {"--version"}},
+        {0, "", {"models/story.gguf", "--template", "list"}},
         {2, "unknown option `--frob`", {"models/story.gguf", "--frob"}},
         {2, "needs a value", {"models/story.gguf", "-t"}},
         {2, "not a number", {"models/story.gguf", "-t", "0.7x"}},
