@@ -853,6 +853,18 @@ static void test_fma(void) {
     check(!bad && halfway > 1000, "fma: %d wrong; %d would be if rounded twice", bad, halfway);
 }
 
+// Rows of bin8 as numbers, as embeddings are read: more than eight blocks at once too
+static void bin8_numbers(const Tensor *t) {
+    float *number = xalloc((size_t)t->cols, sizeof *number);
+    int bad = 0;
+    for (int64_t i = 0; i < t->rows * t->cols; i++) {
+        if (i % t->cols == 0) tensor_row(t, i / t->cols, number);
+        bad += number[i % t->cols] != (float)(int8_t)t->data[i] * f32_at(t->scales + i / 32 * 4);
+    }
+    check(!bad, "bin8, %lld wide: %d numbers differ", (long long)t->cols, bad);
+    free(number);
+}
+
 static void test_kernels(void) {
     static const int64_t widths[] = {1,   7,    32,   48,   96,   256,  288,
                                      576, 1536, 2048, 2049, 2080, 2304, 5000};
@@ -904,19 +916,7 @@ static void test_kernels(void) {
                           "%s, %lld wide, %d rows of activations, isa %d: %lld results differ",
                           t.format->name, (long long)cols, part.n, isa, (long long)bad);
                 }
-            if (f == F_bin8) // as numbers, for embeddings: more than eight blocks too
-                for (int64_t r = 0; r < rows; r++) {
-                    float *number = xalloc((size_t)cols, sizeof *number);
-                    int bad = 0;
-                    tensor_row(&t, r, number);
-                    for (int64_t c = 0; c < cols; c++) {
-                        const int64_t at = r * cols + c;
-                        bad += number[c] !=
-                               (float)(int8_t)t.data[at] * f32_at(t.scales + at / 32 * 4);
-                    }
-                    check(!bad, "bin8, %lld wide: %d numbers differ", (long long)cols, bad);
-                    free(number);
-                }
+            if (f == F_bin8) bin8_numbers(&t);
             free((void *)(uintptr_t)t.data), free((void *)(uintptr_t)t.scales);
             free(memory), free(y), free(want);
         }
